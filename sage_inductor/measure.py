@@ -122,7 +122,6 @@ class Measured:
         # call that may write to the mask.
         for call, site in calls:
             shape = CallShape.of(call)
-            # On CPU what it may become on the GPUs that were measured.
             autos = auto_recipes(shape.capability, shape.head_dim)
             found = self.calls.setdefault(self._key(site), Found(site, autos))
             ErrorProbe(call, found, self.recipes, lambda: self.progress.step())

@@ -51,21 +51,6 @@ class Sizes(NamedTuple):
         rows = self.B * (self.H_q * self.N_q + self.H_kv * self.N_kv)
         return ROTATION * pad_head_dim(head_dim) * rows
 
-    @property
-    def dense(self) -> "Sizes":
-        """The same where the band is hidden in a mask: every key is computed."""
-        return self._replace(left=None, right=None)
-
-    @property
-    def ungrouped(self) -> "Sizes":
-        """The same where k and v have a head for each of q's."""
-        return self._replace(H_kv=self.H_q)
-
-    @property
-    def stacked(self) -> "Sizes":
-        """The same where all batches share k and v, and the recipe computes them as one."""
-        return self._replace(B=1, N_q=self.B * self.N_q)
-
 
 # Rows of a tile, and how many programs share a processor. Those that share one begin and end apart.
 TILES = ((64, 1), (128, 1), (192, 1), (256, 1), (64, 3), (64, 4))
@@ -152,7 +137,7 @@ def features(
 
 
 def _has_rows(sizes: Sizes, kind: str) -> bool:
-    """Whether there is a mask with a row for each query: a window's in SDPA (`Sizes.dense`)."""
+    """Whether there is a mask with a row for each query: a window's in SDPA."""
     is_dense = sizes.left is None and sizes.right is None
     return kind in ("mask", "bias") or (kind == "window" and is_dense)
 
@@ -292,45 +277,36 @@ def fit(
         raise ValueError(f"{len(measured)} sizes were timed, a prediction needs {ENOUGH}")
     bands = any(sizes.right is not None for sizes in measured)
     known = (IN_ORDER, LONGEST_FIRST) if bands else (IN_ORDER,)
-    ways = itertools.product(TILES, (dealt,) if dealt else known)
-    fits = (
-        _fit(measured, *tile, how, processors, kind, prepared)
-        for tile, how in ways
-        if tile[1] == 1 or how in (IN_ORDER, LONGEST_FIRST)
-    )
+    ms, fits = torch.tensor(list(measured.values()), dtype=torch.float64), []
+    for (rows, at_once), how in itertools.product(TILES, (dealt,) if dealt else known):
+        if at_once > 1 and how not in (IN_ORDER, LONGEST_FIRST):
+            continue
+        terms = [features(sizes, rows, how, processors, kind, at_once) for sizes in measured]
+        parts = torch.tensor(terms, dtype=torch.float64)
+        columns = Features(*parts.unbind(1))  # views of parts
+        # Where none heats the card it would be a term of any curvature.
+        if columns.keys.max() < HEATS / 10:
+            columns.hot.zero_()
+        rest = 1 - (prepared or 0.0) * columns.prepared / ms
+        if prepared is not None:
+            columns.prepared.zero_()
+        # A term that is 0 for all sizes but one gets no coefficient: it would absorb the residual
+        # of that size.
+        known_terms = (parts != 0).sum(0) > 1
+        relative = parts[:, known_terms] / ms[:, None]
+        scale = relative.mean(0)
+        relative /= scale  # times the coefficients, it should be the rest
+        found = _nonnegative(relative, rest)
+        # A fit to few sizes errs more elsewhere.
+        free = max(1, len(measured) - int((found > 0).sum()))
+        error = ((relative @ found - rest).square().sum() / free).sqrt().item()
+        coefficients = torch.zeros(len(known_terms), dtype=torch.float64)
+        coefficients[known_terms] = found / scale
+        of_each = Features(*coefficients.tolist())
+        if prepared is not None:
+            of_each = of_each._replace(prepared=prepared)
+        fits.append(Fit(rows, how, of_each, error, processors, kind, at_once))
     return min(fits, key=lambda fit: fit.error)
-
-
-def _fit(
-    measured: dict[Sizes, float], rows: int, at_once: int, dealt: str, processors: int, kind: str,
-    prepared: float | None,
-) -> Fit:  # fmt: skip
-    parts = torch.tensor(
-        [features(sizes, rows, dealt, processors, kind, at_once) for sizes in measured],
-        dtype=torch.float64,
-    )
-    columns = Features(*parts.unbind(1))  # views of parts
-    if columns.keys.max() < HEATS / 10:  # none heats the card: it would be a term of any curvature
-        columns.hot.zero_()
-    ms = torch.tensor(list(measured.values()), dtype=torch.float64)
-    rest = 1 - (prepared or 0.0) * columns.prepared / ms
-    if prepared is not None:
-        columns.prepared.zero_()
-    # A term that is 0 for all sizes but one gets no coefficient: it would absorb the residual of
-    # that size.
-    known = (parts != 0).sum(0) > 1
-    relative = parts[:, known] / ms[:, None]
-    scale = relative.mean(0)
-    relative /= scale  # times the coefficients, it should be the rest
-    found = _nonnegative(relative, rest)
-    free = max(1, len(measured) - int((found > 0).sum()))  # a fit to few sizes errs more elsewhere
-    error = ((relative @ found - rest).square().sum() / free).sqrt().item()
-    coefficients = torch.zeros(len(known), dtype=torch.float64)
-    coefficients[known] = found / scale
-    of_each = Features(*coefficients.tolist())
-    if prepared is not None:
-        of_each = of_each._replace(prepared=prepared)
-    return Fit(rows, dealt, of_each, error, processors, kind, at_once)
 
 
 @functools.cache
@@ -391,11 +367,6 @@ def first_length(wins) -> int | None:
     not even there."""
     grid, N = [], SHORTEST
     while N <= 2**20:
-        grid.append(N)
+        grid.insert(0, N)
         N = max(N + 128, round(N * 2 ** (1 / 8) / 128) * 128)
-    found = None
-    for N in reversed(grid):
-        if not wins(N):
-            break
-        found = N
-    return found
+    return min(itertools.takewhile(wins, grid), default=None)

@@ -5,7 +5,7 @@ unless the settings say otherwise. Which recipe it asks for is said by the first
 that fits it, else by the call itself (``sage_inductor.attention(recipe=...)``), else by the
 settings' recipe.
 
-    call -> `Request`     what the policy, the call and the settings ask for
+    call -> `_request`    what the policy, the call and the settings ask for
          -> recipes       those whose kernels compute it
          -> their times   measured now (timing.py), or predicted from earlier times (tables.py)
          -> the fastest   if it is faster than SDPA
@@ -13,8 +13,6 @@ settings' recipe.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import triton
@@ -72,21 +70,19 @@ def decide(call: Call, settings: Settings) -> Decision:
         stays = device is not None and device.type == "cpu" and not settings.emulate
         return Decision(None, reasons.joined([reasons.ON_CPU()] * stays + [reason]))
     shape = CallShape.of(call)
-    request = _request(call, shape, settings)
-    if request.recipe == OFF:
-        off = reasons.POLICY_OFF(request.rule) if request.rule else reasons.IS_OFF()
-        return Decision(None, off)
-    if request.training != OFF and call.out.requires_grad and not settings.portable:
-        return _trained(call, shape._replace(trains=True), settings, request)
-    selection, kept = request.selection, ""
-    call = dataclasses.replace(call, selection=selection)
+    wanted, training, selection, rule = _request(call, shape, settings)
+    if wanted == OFF:
+        return Decision(None, reasons.POLICY_OFF(rule) if rule else reasons.IS_OFF())
+    call, kept = dataclasses.replace(call, selection=selection), ""
+    if training != OFF and call.out.requires_grad and not settings.portable:
+        return _trained(call, shape._replace(trains=True), settings, training)
     shape = shape._replace(block_size=call.block_size)
     if selection is not None and (reason := why_not_selected(call)):
         found = Decision(None, reason)
     else:
-        found = _recipe(call, shape, settings, request.recipe)
+        found = _recipe(call, shape, settings, wanted)
         kept = f"; keep {selection.given()}" if selection is not None else ""
-    of_rule = f" ({request.rule} of the policy)" if request.rule else ""
+    of_rule = f" ({rule} of the policy)" if rule else ""
     recipe, reason = found.recipe, found.reason + kept + of_rule
     if recipe is None:
         unrepeats = _gains_unrepeated(call, shape)
@@ -127,16 +123,11 @@ def _gains_unrepeated(call: Call, shape: CallShape) -> bool:
 # -- what is asked for ----
 
 
-class Request(NamedTuple):
-    """What a call asks for, and the rule of the policy that says so, if one does."""
-
-    recipe: str  # a name in NAMED, "auto" or "off"
-    training: str  # one of names.TRAINING
-    selection: Selection | None = None  # the blocks of keys to keep
-    rule: str = ""  # "rule 3", "the function"
-
-
-def _request(call: Call, shape: CallShape, settings: Settings) -> Request:
+def _request(
+    call: Call, shape: CallShape, settings: Settings
+) -> tuple[str, str, Selection | None, str]:
+    """(a recipe's name, "auto" or "off"; one of names.TRAINING; the blocks of keys to keep; the
+    rule of the policy that says so: "rule 3", "the function", or "")."""
     training, module = settings.training, module_path(call.node)
     if callable(settings.policy):
         # An N that depends on data is 1. Comparing a dynamic one is a guard, but in exported
@@ -159,24 +150,25 @@ def _request(call: Call, shape: CallShape, settings: Settings) -> Request:
         training = OFF  # "auto" is about speed
     if wanted is None:
         named = settings.recipe != OFF and call.recipe not in (None, AUTO)
-        return Request(recipes.canonical(call.recipe if named else settings.recipe), training)
-    keeps_all = selection is None or selection.top_k == 1
-    return Request(recipes.canonical(wanted), training, None if keeps_all else selection, rule)
+        wanted, selection, rule = call.recipe if named else settings.recipe, None, ""
+    elif selection is not None and selection.top_k == 1:
+        selection = None
+    return recipes.canonical(wanted), training, selection, rule
 
 
 # -- what it becomes ----
 
 
-def _trained(call: Call, shape: CallShape, settings: Settings, request: Request) -> Decision:
+def _trained(call: Call, shape: CallShape, settings: Settings, training: str) -> Decision:
     """What becomes of a call that needs gradients, where it is said how they are computed."""
     if shape.capability is None and not settings.emulate:
         return Decision(None, reasons.ON_CPU())
     if shape.dtype == torch.float32 and not (settings.emulate or settings.force):
         return Decision(None, reasons.FP32())
-    if request.selection:
+    if call.selection:
         return Decision(None, reasons.LISTS_IN_TRAINING())
-    is_auto = request.training == AUTO
-    by = FP8_BACKWARD if is_auto else request.training
+    is_auto = training == AUTO
+    by = FP8_BACKWARD if is_auto else training
     reason = why_not_trained(call, by, shape.capability)
     if reason is None and is_auto:
         reason = why_not_by_itself(call)
@@ -258,18 +250,9 @@ def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str,
     return _predicted(call, shape, settings, names)
 
 
-def _ranked(rows: list[Prediction], stays: Callable, becomes: Callable) -> Decision:
-    """What the fastest row says, measured or predicted. stays, becomes: the reason, of that row."""
-    best = cost.fastest(rows)
-    times = best.ours, best.sdpa
-    if not best.wins:
-        return Decision(None, stays(best), times=times)
-    return Decision(best.recipe, becomes(best), best.warpgroups, times=times)
-
-
 def predicted(shape: CallShape, recipe: str, stacked: bool) -> Prediction | None:
     """How long a call of these sizes, which are numbers, takes on its device or, on CPU, on the GPU
-    whose times are built in. None where no such calls were timed. stacked: as Sizes has it."""
+    whose times are built in. None where no such calls were timed. stacked: as Table.predict's."""
     if min(shape.lengths) < cost.SHORTEST:
         return None
     gpu, family = tables.whose_times(shape.device), Family(shape.q[3], shape.v[3], shape.kind)
@@ -286,7 +269,7 @@ def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase
     N_q, N_kv = timed.lengths
     if shape.band.bottom_right and N_q != N_kv:
         return None
-    if all(_stacks(call, shape, name) for name in names):
+    if not shape.trains and all(stacks(call, recipes.NAMED[name]) for name in names):
         timed = timed._replace(k=(1, *timed.k[1:]), v=(1, *timed.v[1:]))
     band = dataclasses.replace(shape.band, bottom_right=False)
     candidates = tuple(each for name in names for each in by_tiles(shape, name))
@@ -307,23 +290,23 @@ def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Decisi
         missing = "no recipe" if times else "no backend of SDPA"
         return Decision(None, reasons.UNTIMED(what, missing, why))
 
-    def stays(row: Prediction) -> Reason:
-        how = "faster" if row.speedup < 1 else "as fast"
-        return reasons.TIMED_SLOWER(what, how, row.speedup, why)
-
-    def becomes(row: Prediction) -> str:
-        tile = Candidate(row.recipe, row.warpgroups).tile
-        reason = f"{what}: {row.speedup:.2f}x the fastest of SDPA{tile and ','}{tile}{why}"
-        if case.flash_attention != families.TORCHS_FLASH:
-            reason += f"; SDPA's flash attention is {case.flash_attention}"
-        return reason
-
     sdpa = min(times.values())
-    rows = [Prediction(name, ms, sdpa, 0.0, tile) for (name, tile), ms in ours.items()]
-    return _ranked(rows, stays, becomes)
+    rows = [Prediction(name, ms, sdpa, 0.0, warpgroups) for (name, warpgroups), ms in ours.items()]
+    best = cost.fastest(rows)
+    if not best.wins:
+        how = "faster" if best.speedup < 1 else "as fast"
+        slower = reasons.TIMED_SLOWER(what, how, best.speedup, why)
+        return Decision(None, slower, times=best[1:3])
+    tile = Candidate(best.recipe, best.warpgroups).tile
+    reason = f"{what}: {best.speedup:.2f}x the fastest of SDPA{tile and ','}{tile}{why}"
+    if case.flash_attention != families.TORCHS_FLASH:
+        reason += f"; SDPA's flash attention is {case.flash_attention}"
+    return Decision(best.recipe, reason, best.warpgroups, times=best[1:3])
 
 
-def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]):
+def _predicted(
+    call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]
+) -> Decision:
     """As `_fastest`, by the times that are known of this GPU. A dynamic length is guarded, with the
     length from which a recipe wins."""
     family = Family(specialised(shape.q[3]), specialised(shape.v[3]), shape.kind)
@@ -346,12 +329,17 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
         return Decision(None, reasons.TOO_SHORT(cost.SHORTEST))
     if not known:
         of = what(names[0]), gpu
+        if family.kind == "flex window":
+            return Decision(None, reasons.FLEX_WINDOW(*of))
+        cannot = not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()
+        if cannot or not settings.calibrate:
+            return Decision(None, reasons.NEVER_TUNED(*of))
         # The first mostly is the fastest.
-        if unmeasured := _calibrate(shape.device, family, names[0], settings, of):
-            return Decision(None, unmeasured)
+        if error := timing.calibrate(shape.device, family, names[0]):
+            return Decision(None, reasons.NOT_MEASURABLE(*of, error))
         known = timed()
     heads = tuple(_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
-    stacked = {name: _stacks(call, shape, name) for name in known}
+    stacked = {x: not shape.trains and stacks(call, recipes.NAMED[x]) for x in known}
 
     def predict(name: str, N: int | None = None) -> Prediction:
         """With the lengths that are not fixed all of N."""
@@ -360,8 +348,10 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
         return tables.predict(gpu, family, name, sizes, stacked[name])
 
     if fixed:
-        rows = [predict(name) for name in known]
-        return _ranked(rows, lambda row: reasons.NO_SPEEDUP(what(row.recipe), row), str)
+        best = cost.fastest([predict(name) for name in known])
+        if not best.wins:
+            return Decision(None, reasons.NO_SPEEDUP(what(best.recipe), best), times=best[1:3])
+        return Decision(best.recipe, str(best), times=best[1:3])
     refused = []
     for name in known:
         first = cost.first_length(lambda N, name=name: predict(name, N).wins)
@@ -373,7 +363,7 @@ def _predicted(call: Call, shape: CallShape, settings: Settings, names: tuple[st
                 return Decision(name, f"N >= {first}")
             now = predict(name)
             reason = f"N >= {first}, {now} at N={hint(lengths[0])}"
-            return Decision(name, reason, times=(now.ours, now.sdpa))
+            return Decision(name, reason, times=now[1:3])
         else:
             refused.append(reasons.FROM_LENGTH(what(name), first))
     return Decision(None, refused[0])
@@ -390,23 +380,6 @@ def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Decision:
     if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):
         return Decision(None, reasons.LISTS_FROM_LENGTH(recipe, LISTS_FROM))
     return Decision(recipe, f"by block lists, N >= {LISTS_FROM}")
-
-
-def _calibrate(
-    device: torch.device, family: Family, recipe: str, settings: Settings, of: tuple
-) -> Reason | None:
-    """Measure the family, or say why not; of: what, and the GPU's name."""
-    if family.kind == "flex window":
-        return reasons.FLEX_WINDOW(*of)
-    cannot = not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()
-    if cannot or not settings.calibrate:
-        return reasons.NEVER_TUNED(*of)
-    error = timing.calibrate(device, family, recipe)
-    return reasons.NOT_MEASURABLE(*of, error) if error else None
-
-
-def _stacks(call: Call, shape: CallShape, name: str) -> bool:
-    return not shape.trains and stacks(call, recipes.NAMED[name])
 
 
 def _by_example(n, settings: Settings):

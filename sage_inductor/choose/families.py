@@ -67,13 +67,14 @@ class Family:
 
     head_dim: int  # of q and k
     head_dim_v: int
-    kind: str  # one of cost.KINDS
+    kind: str  # one of cost.TIMED, or "flex window"
 
     def of_sdpa(self, sizes: Sizes) -> Sizes:
         """The sizes that SDPA computes: every key, where it gets the band in a mask. In training it
         computes dK and dV for each head of q and then adds them up."""
-        sizes = sizes if TRAINED.get(self.kind, self.kind) in SEES_A_BAND else sizes.dense
-        return sizes.ungrouped if self.kind in TRAINED else sizes
+        if TRAINED.get(self.kind, self.kind) not in SEES_A_BAND:
+            return sizes._replace(left=None, right=None)
+        return sizes._replace(H_kv=sizes.H_q) if self.kind in TRAINED else sizes
 
     def shape(self, device: torch.device | Gpu, sizes: Sizes) -> CallShape:
         """A call of these sizes, in bf16."""
@@ -146,15 +147,15 @@ class Table:
     def predict(
         self, family: Family, recipe: str, sizes: Sizes, stacked: bool = False
     ) -> Prediction | None:
-        """None where no family that stands for this one was measured with the recipe. stacked: as
-        Sizes has it."""
+        """None where no family that stands for this one was measured with the recipe. stacked: all
+        batches share k and v, and the recipe computes them as one."""
         found = self.find(family, recipe)
         if found is None:
             return None
         timed = timed_as(self.families[found], recipe)
         by_tile, rivals = fits(self, found, timed)
         of_sdpa = family.of_sdpa(sizes)
-        of_ours = sizes.stacked if stacked else sizes
+        of_ours = sizes._replace(B=1, N_q=sizes.B * sizes.N_q) if stacked else sizes
         ours = by_tile.get(_warpgroups(self.device, family, recipe, of_ours), by_tile[None])
         # Our kernel computes the same padded head_dim for both families. SDPA's may compute fewer
         # channels. If rows are not 16-byte aligned, the time to read them scales with head_dim,
@@ -192,8 +193,7 @@ class Table:
         families = dict(self.families)
         for family, times in more.items():
             old = families.get(family, {})
-            sizes = dict.fromkeys((*old, *times))
-            families[family] = {each: old.get(each, {}) | times.get(each, {}) for each in sizes}
+            families[family] = {x: old.get(x, {}) | times.get(x, {}) for x in old | times}
         return dataclasses.replace(self, families=families)
 
     def to_json(self) -> dict:
@@ -244,7 +244,7 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fi
         if len(x) >= ENOUGH_OF_A_TILE:
             by_tile[n] = fit(x, shares if n > 1 else None, prepared)
     rivals = {}
-    for name in dict.fromkeys(name for ms in times.values() for name in ms if name in OF_SDPA):
+    for name in OF_SDPA:
         of_name = {family.of_sdpa(sizes): ms[name] for sizes, ms in times.items() if name in ms}
         cuts = name == "FLASH_ATTENTION" and flash_attention() == TORCHS_FLASH
         cuts = cuts and family.kind not in TRAINED  # its backward cuts none

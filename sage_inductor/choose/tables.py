@@ -4,7 +4,7 @@ There are three sources:
 
     sage_inductor/tables/*.json      built in: what `python -m sage_inductor tune` measured
     the user's cache                 what `tune` measured there; replaces what is built in
-    the first call of a new family   is measured while it compiles (measure.py), some seconds, and
+    the first call of a new family   is measured while it compiles (timing.py), some seconds, and
                                      kept in the user's cache; never with config.calibrate = False
 
 Two GPUs of one compute capability may differ, so a table is a GPU's own. Of two that were seen to
@@ -20,26 +20,16 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from filelock import FileLock  # torch itself asks for it
 
-from sage_inductor.choose.cost import KINDS, Prediction, Sizes
-from sage_inductor.choose.families import (
-    OF_SDPA,
-    TORCHS_FLASH,
-    Family,
-    Table,
-    Times,
-    flash_attention,
-    versions,
-)
+from sage_inductor.choose.cost import Prediction, Sizes
+from sage_inductor.choose.families import TORCHS_FLASH, Family, Table, flash_attention, versions
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.gpus import Gpu
-from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.training.gradients import FP8_BACKWARD
 
 _log = logging.getLogger("sage_inductor")
 
@@ -77,10 +67,10 @@ def add(table: Table) -> None:
 def known(gpu: str) -> tuple[Table, ...]:
     """Of this GPU: what was measured in this process, the user's table, the built-in one."""
     flash = flash_attention()
-    ours = built_in().get(gpu) if flash == TORCHS_FLASH else None
-    if ours is not None and tiles.hopper_unavailable(MEASURED):
-        ours = None  # another kernel would compute the calls
-    found = _of_this_process.get((gpu, flash)), _users(gpu, flash), ours
+    found = [_of_this_process.get((gpu, flash)), _users(gpu, flash)]
+    # Another kernel would compute the calls where the Hopper kernel is not available.
+    if flash == TORCHS_FLASH and not tiles.hopper_unavailable(MEASURED):
+        found.append(built_in().get(gpu))
     return tuple(table for table in found if table is not None)
 
 
@@ -89,8 +79,7 @@ def in_force() -> tuple:
     tables of the GPUs that are here."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count))
-    ours = built_in()
-    found = (table for gpu in gpus for table in known(gpu) if table is not ours.get(gpu))
+    found = (table for gpu in gpus for table in known(gpu) if table is not built_in().get(gpu))
     return flash_attention(), *(repr(table.families) for table in found)
 
 
@@ -98,8 +87,8 @@ def predict(
     gpu: str, family: Family, recipe: str, sizes: Sizes, stacked: bool = False
 ) -> Prediction | None:
     """As Table.predict; None where no family that stands for this one was measured with it."""
-    found = (table.predict(family, recipe, sizes, stacked) for table in known(gpu))
-    return next((each for each in found if each is not None), None)
+    table = with_times(gpu, family, recipe)
+    return table and table.predict(family, recipe, sizes, stacked)
 
 
 def with_times(gpu: str, family: Family, recipe: str) -> Table | None:
@@ -129,20 +118,21 @@ def path_of(gpu: str) -> Path:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(cache) / "sage_inductor"
     environment = hashlib.sha256(json.dumps(versions(), sort_keys=True).encode()).hexdigest()
-    return Path(folder) / f"{_slug(gpu)}-{environment[:_DIGITS]}.json"
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower())
+    return Path(folder) / f"{slug}-{environment[:8]}.json"
 
 
-_DIGITS = 8  # of the environment's name
-
-
-def _slug(gpu: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", gpu.lower())
+def place_of(gpu: str) -> Path:
+    """As `path_of`, in a folder that is there."""
+    path = path_of(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 @functools.cache
 def _tell_of_others(gpu: str, mine: Path) -> None:
     """Once for each environment, that has no table of a GPU: others' are not used."""
-    others = sorted(mine.parent.glob(f"{_slug(gpu)}-{'[0-9a-f]' * _DIGITS}.json"))
+    others = sorted(mine.parent.glob(f"{mine.stem[:-8]}{'[0-9a-f]' * 8}.json"))
     if others:
         _log.warning(
             "%s was measured with other versions than %s, which are not used: %s"
@@ -151,43 +141,12 @@ def _tell_of_others(gpu: str, mine: Path) -> None:
         )  # fmt: skip
 
 
-def check_writable(gpu: str) -> None:
-    """Raise OSError or RuntimeError unless `save` can write the GPU's table: known before minutes
-    of measuring."""
-    path = path_of(gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    check_file(path)
-
-
 def check_file(path: str | os.PathLike) -> None:
     """Raise OSError unless a file can be written there."""
     existed = Path(path).exists()
     Path(path).open("a").close()
     if not existed:
         Path(path).unlink()
-
-
-def save(table: Table) -> Path:
-    """Add the families to the user's table, which `known` of this and later processes reads; after
-    another process that is about to."""
-    with locked(table.gpu):
-        return save_locked(table)
-
-
-def save_locked(table: Table) -> Path:
-    """As `save`, inside `locked`."""
-    path = path_of(table.gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    forget()
-    before = _users(table.gpu, flash_attention())
-    if before is not None:
-        table = before.with_families(table.families)
-    # Put in place at once: others may be reading, and writing.
-    whole = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-    whole.write_text(to_text(table))
-    whole.replace(path)
-    forget()
-    return path
 
 
 PATIENCE = 60.0  # seconds that a process waits for another that measures
@@ -199,12 +158,27 @@ def locked(gpu: str):
     be written, or the one that measures hangs, each measures for itself."""
     with contextlib.ExitStack() as stack:
         try:
-            path = path_of(gpu)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(f"{path}.lock", timeout=PATIENCE))
+            stack.enter_context(FileLock(f"{place_of(gpu)}.lock", timeout=PATIENCE))
         except (OSError, RuntimeError) as error:  # a timeout is an OSError, too
             _log.debug("nothing is locked: %s", error)
         yield
+
+
+def save(table: Table, lock: Callable = locked) -> Path:
+    """Add the families to the user's table, which `known` of this and later processes reads; after
+    another process that is about to. lock: contextlib.nullcontext, inside of `locked`."""
+    path = place_of(table.gpu)
+    with lock(table.gpu):
+        forget()
+        before = _users(table.gpu, flash_attention())
+        if before is not None:
+            table = before.with_families(table.families)
+        # Put in place at once: others may be reading, and writing.
+        whole = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        whole.write_text(to_text(table))
+        whole.replace(path)
+        forget()
+    return path
 
 
 def to_text(table: Table) -> str:
@@ -220,8 +194,8 @@ def to_text(table: Table) -> str:
 
 @functools.cache
 def _users(gpu: str, _flash_attention: str) -> Table | None:
-    """The user's table. One that holds anything else than times of these versions is ignored as a
-    whole, with a warning; where there is none, but other versions have theirs, that is said."""
+    """The user's table. One that is not written as these versions write it is ignored as a whole,
+    with a warning; where there is none, but other versions have theirs, that is said."""
     path = f"the table of {gpu}"
     try:
         path = path_of(gpu)
@@ -239,53 +213,20 @@ def forget() -> None:
     _users.cache_clear()
 
 
-def table_of(given, gpu: str | None = None) -> Table:
-    """The table that a file holds. gpu: of the user's table, which must be of these versions.
-    Raises ValueError unless all of it is valid."""
-    if not isinstance(given, dict) or not isinstance(given.get("families"), list):
-        raise ValueError('must be {"gpu": ..., "versions": ..., "families": [...]}')
-    if gpu is not None and given.get("gpu") != gpu:
-        raise ValueError(f"measured on {given.get('gpu')}, this is {gpu}")
-    if gpu is not None and given.get("versions") != versions():
-        raise ValueError(f"measured with {given.get('versions')}, this is {versions()}")
-    capability, processors = given.get("capability"), given.get("processors")
-    if not _is_positive(processors):
-        raise ValueError(f"processors must be a positive number, got {processors}")
-    if not (
-        isinstance(capability, list) and len(capability) == 2 and isinstance(capability[0], int)
-    ):
-        raise ValueError(f"capability must be [major, minor], got {capability}")
-    families = dict(map(_family, given["families"]))
-    return Table(given["gpu"], Gpu(tuple(capability), processors), families)
-
-
-def _family(given) -> tuple[Family, Times]:
-    what = 'must hold {"head_dim": ..., "head_dim_v": ..., "kind": ..., "times": [...]}'
-    names = {field.name for field in dataclasses.fields(Family)} | {"times"}
-    if not isinstance(given, dict) or set(given) != names:
-        raise ValueError(f"{what}, got {given}")
-    times = given.pop("times")
-    family = Family(**given)
-    dims = family.head_dim, family.head_dim_v
-    if not all(_is_positive(D) and D <= HEAD_DIMS[-1] for D in dims) or family.kind not in KINDS:
-        raise ValueError(f"{what}, got {family}")
-    if not isinstance(times, list) or not times or not all(map(_is_row, times)):
-        raise ValueError(f"times of {family} must be [[{', '.join(Sizes._fields)}, {{name: ms}}]]")
-    return family, {Sizes(*sizes): ms for *sizes, ms in times}
-
-
-def _is_row(row) -> bool:
-    if not isinstance(row, list) or len(row) != len(Sizes._fields) + 1:
-        return False
-    *sizes, left, right, ms = row
-    return (
-        all(map(_is_positive, sizes))
-        and all(x is None or isinstance(x, int) for x in (left, right))
-        and isinstance(ms, dict)
-        and set(ms) <= {*NAMED, FP8_BACKWARD, *OF_SDPA}
-        and all(isinstance(x, float) and 0 < x < float("inf") for x in ms.values())
-    )
-
-
-def _is_positive(x) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x > 0
+def table_of(given: dict, gpu: str | None = None) -> Table:
+    """The table that a file holds, as `Table.to_json` writes it. gpu: of the user's table, which
+    must be of these versions. Raises ValueError where it is not so written."""
+    try:
+        for name, is_said in (("gpu", gpu), ("versions", versions())):
+            if gpu is not None and given[name] != is_said:
+                raise ValueError(f"measured with {name} {given[name]}, this is {is_said}")
+        major, minor = given["capability"]
+        families = {
+            Family(each["head_dim"], each["head_dim_v"], each["kind"]): {
+                Sizes(*sizes): dict(ms) for *sizes, ms in each["times"]
+            }
+            for each in given["families"]
+        }
+        return Table(given["gpu"], Gpu((major, minor), given["processors"]), families)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it holds no times: {type(error).__name__}: {error}") from error

@@ -73,18 +73,15 @@ def benchmark(case: BenchmarkCase) -> Timed:
     return {name if isinstance(name, str) else Candidate(*name): ms for name, ms in found}
 
 
-def agreed(key: str, measure: Callable):
+def agreed(key: str, measure: Callable, store=None):
     """What `measure` finds, which JSON can say. Where torch.distributed is initialised, all ranks
     have what the first of them to ask for the key finds: with times of their own, they would choose
-    different recipes."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return _agreed(key, measure, default_store())
-    return measure()
-
-
-def _agreed(key: str, measure: Callable, store):
-    """Through the job's key-value store and not by a collective, which would hang where the ranks
-    compile different graphs (stages of a pipeline) or one of them compiles again."""
+    different recipes. store: None, the job's. A collective would hang where the ranks compile
+    different graphs (stages of a pipeline) or one of them compiles again."""
+    if store is None:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return measure()
+        store = default_store()
     key = f"sage_inductor/{key}"
     if store.add(f"{key}/ranks", 1) <= 1:  # 0: the store of a fake process group
         found = None
@@ -120,27 +117,22 @@ def _apart(function: Callable) -> Callable:
 def measure(case: BenchmarkCase, rounds: int = ROUNDS) -> Timed:
     """As `benchmark`, here and now. Where no backend computes the call (with a mask none has rows
     of, say, 63 channels), SDPA's "math" is timed as well, which it falls back to."""
-    device, quiet = case.shape.device, warnings.catch_warnings()
+    device, quiet, found = case.shape.device, warnings.catch_warnings(), {}
     apart = torch.cuda.device(device), torch.cuda.stream(_stream(device))
     with _one_at_a_time, torch.no_grad(), apart[0], apart[1], quiet:
         warnings.simplefilter("ignore", UserWarning)  # why a backend has no such calls
-        found = _measured(case, rounds)
-        of_sdpa = [found[name] for name in case.rivals if name in found]
-        if of_sdpa and all(isinstance(ms, str) for ms in of_sdpa):
-            case = case._replace(rivals=("MATH",), candidates=())
-            found |= _measured(case, rounds)
+        for each in (case, case._replace(rivals=("MATH",), candidates=())):
+            try:
+                times = time_calls(calls_of(each), rounds)
+            except RuntimeError as error:  # out of memory for the inputs, say
+                times = dict.fromkeys(each.candidates, error)
+            for name, ms in times.items():
+                failed = isinstance(ms, Exception)
+                found[name] = f"{type(ms).__name__}: {ms}".split("\n")[0] if failed else ms
+            of_sdpa = [found[name] for name in case.rivals if name in found]
+            if not of_sdpa or not all(isinstance(ms, str) for ms in of_sdpa):
+                break
     return found
-
-
-def _measured(case: BenchmarkCase, rounds: int) -> Timed:
-    try:
-        found = time_calls(calls_of(case), rounds)
-    except RuntimeError as error:  # out of memory for the inputs, say
-        found = dict.fromkeys(case.candidates, error)
-    return {
-        name: f"{type(ms).__name__}: {ms}".split("\n")[0] if isinstance(ms, Exception) else ms
-        for name, ms in found.items()
-    }
 
 
 def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
@@ -306,48 +298,24 @@ def _elapsed(run: Callable) -> float:
 # one after the other); one of few short heads says what a call takes at least. A measurement that
 # runs out of time has the first.
 FEW = (
-    (1, 24, 24, 4096, 4096),
-    (4, 32, 32, 2048, 2048),
-    (1, 24, 24, 1024, 1024),
-    (2, 8, 8, 3071, 3071),
-    (1, 4, 4, 512, 512),
-    (1, 2, 2, 16384, 16384),
-    (1, 2, 2, 1024, 65536),
-    (1, 8, 8, 2048, 2048),
-    (2, 32, 8, 4096, 4096),
-    (1, 28, 28, 384, 384),
-    (1, 24, 24, 6144, 1024),
-    (2, 4, 4, 32768, 1280),
-)
+    (1, 24, 24, 4096, 4096), (4, 32, 32, 2048, 2048), (1, 24, 24, 1024, 1024),
+    (2, 8, 8, 3071, 3071), (1, 4, 4, 512, 512), (1, 2, 2, 16384, 16384),
+    (1, 2, 2, 1024, 65536), (1, 8, 8, 2048, 2048), (2, 32, 8, 4096, 4096),
+    (1, 28, 28, 384, 384), (1, 24, 24, 6144, 1024), (2, 4, 4, 32768, 1280),
+)  # fmt: skip
 MANY = (
     *FEW,
-    (1, 24, 24, 12288, 12288),
-    (1, 8, 8, 8192, 8192),
-    (4, 32, 32, 1024, 1024),
-    (4, 32, 32, 8192, 8192),
-    (1, 1, 1, 8192, 8192),
-    (1, 4, 4, 4096, 4096),
-    (1, 16, 16, 3072, 3072),
-    (1, 12, 12, 20000, 20000),
-    (8, 32, 32, 1024, 1024),
-    (1, 40, 40, 6000, 6000),
-    (1, 32, 4, 10000, 10000),
-    (2, 24, 24, 1024, 8192),
-    (1, 4, 4, 40000, 40000),
-    (2, 8, 8, 512, 512),
-    (1, 64, 64, 512, 512),
-    (4, 8, 8, 8192, 512),
-    (3, 2, 2, 9001, 9001),
-    (2, 16, 16, 1023, 1023),
-    (1, 8, 8, 5121, 5121),
-    (2, 32, 32, 1792, 1792),
-    (1, 40, 40, 1536, 1536),
+    (1, 24, 24, 12288, 12288), (1, 8, 8, 8192, 8192), (4, 32, 32, 1024, 1024),
+    (4, 32, 32, 8192, 8192), (1, 1, 1, 8192, 8192), (1, 4, 4, 4096, 4096),
+    (1, 16, 16, 3072, 3072), (1, 12, 12, 20000, 20000), (8, 32, 32, 1024, 1024),
+    (1, 40, 40, 6000, 6000), (1, 32, 4, 10000, 10000), (2, 24, 24, 1024, 8192),
+    (1, 4, 4, 40000, 40000), (2, 8, 8, 512, 512), (1, 64, 64, 512, 512),
+    (4, 8, 8, 8192, 512), (3, 2, 2, 9001, 9001), (2, 16, 16, 1023, 1023),
+    (1, 8, 8, 5121, 5121), (2, 32, 32, 1792, 1792), (1, 40, 40, 1536, 1536),
     # Tiles of 192 rows run all at once, those of 128 do not. And tiles of one warpgroup with fewer
     # heads of k than of q, by which the time of k's rows is told apart from that of tiles.
-    (1, 3, 3, 6400, 6400),
-    (1, 24, 6, 700, 700),
-    (4, 32, 4, 1024, 1024),
-)
+    (1, 3, 3, 6400, 6400), (1, 24, 6, 700, 700), (4, 32, 4, 1024, 1024),
+)  # fmt: skip
 SECONDS = 10.0  # after which no more sizes than are needed are begun: a compilation waits
 
 
@@ -361,17 +329,22 @@ def measure_family(
     cases = cases_of(device, family, recipes, sizes)
     concurrent.futures.wait(start_compiling(tuple(cases.values())), LONGEST)
     began, found, errors = time.monotonic(), {}, []
+
+    def is_enough() -> bool:
+        return any(are_enough(found, recipe) for recipe in recipes)
+
     for each, case in cases.items():
-        enough = any(are_enough(found, recipe) for recipe in recipes)
-        if enough and time.monotonic() - began > seconds:
+        if is_enough() and time.monotonic() - began > seconds:
             break
-        times = measure(case, rounds)
-        named = {getattr(name, "recipe", name): ms for name, ms in times.items()}
-        errors += [ms for ms in named.values() if isinstance(ms, str)]
-        timed = {name: ms for name, ms in named.items() if not isinstance(ms, str)}
+        timed = {}
+        for name, ms in measure(case, rounds).items():
+            if isinstance(ms, str):
+                errors.append(ms)
+            else:
+                timed[getattr(name, "recipe", name)] = ms
         if len({name in OF_SDPA for name in timed}) == 2:
             found[each] = timed
-    if not any(are_enough(found, recipe) for recipe in recipes):
+    if not is_enough():
         why = next(iter(errors), "no more were given")
         raise RuntimeError(f"{len(found)} sizes were timed, {cost.ENOUGH} are needed: {why}")
     return found
@@ -391,17 +364,13 @@ def calibrate(device: torch.device, family: Family, recipe: str) -> str | None:
     """Measure a family that nothing is known of, and keep it: once for all processes of the user,
     and by one rank for all. None, or why there is nothing to predict by."""
     gpu, key = tables.gpu_name(device), (device, family, recipe)
-
-    def is_known() -> bool:
-        return tables.with_times(gpu, family, recipe) is not None
-
     if key not in _unmeasurable:
-        if is_known():
+        if tables.with_times(gpu, family, recipe):
             return None
         try:
-            given = agreed(f"{gpu} {family} {recipe}", lambda: _calibrated(device, family, recipe))
+            given = agreed(f"{gpu} {family} {recipe}", lambda: _calibrated(*key))
             table = tables.table_of(given)
-            if not is_known():
+            if not tables.with_times(gpu, family, recipe):
                 # By a rank of another host. The next job of these hosts is to decide alike, too.
                 with contextlib.suppress(OSError, RuntimeError):
                     tables.save(table)
@@ -430,7 +399,7 @@ def _calibrated(device: torch.device, family: Family, recipe: str) -> dict:
         _log.warning("measured %d sizes in %.1f s", len(times), time.monotonic() - began)
         table = Table(gpu, gpus.Gpu.of(device), {family: times})
         try:
-            tables.save_locked(table)
+            tables.save(table, contextlib.nullcontext)
         except (OSError, RuntimeError) as error:
             _log.warning("what was measured is kept for this process alone: %s", error)
         return table.to_json()
@@ -444,12 +413,9 @@ TUNED_ROUNDS = 2  # of a size's timing
 
 
 def tune(
-    device: torch.device,
-    head_dims: Iterable[int],
-    kinds: Iterable[str],
-    progress: Callable = list,
-    save: Callable[[Table], object] = lambda table: None,
-) -> Table:
+    device: torch.device, head_dims: Iterable[int], kinds: Iterable[str],
+    progress: Callable = list, save: Callable[[Table], object] = lambda table: None,
+) -> Table:  # fmt: skip
     """Measure families in bf16, those of each head_dim and kind of call.
 
     progress: is given the families, and yields them. save: is given the table as far as it goes,

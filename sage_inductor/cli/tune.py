@@ -44,7 +44,7 @@ def tune(head_dims: list[int], kinds: list[str]) -> int:
     of_name = {torch.cuda.get_device_name(i): i for i in range(torch.cuda.device_count())}
     try:
         for name in of_name:
-            tables.check_writable(name)
+            tables.check_file(tables.place_of(name))
     except (OSError, RuntimeError) as error:
         message = f"the table cannot be written: {error} ($SAGE_INDUCTOR_TABLES names its folder)"
         print(message, file=sys.stderr)
