@@ -289,7 +289,6 @@ def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Decisi
     if not ours or not times:
         missing = "no recipe" if times else "no backend of SDPA"
         return Decision(None, reasons.UNTIMED(what, missing, why))
-
     sdpa = min(times.values())
     rows = [Prediction(name, ms, sdpa, 0.0, warpgroups) for (name, warpgroups), ms in ours.items()]
     best = cost.fastest(rows)

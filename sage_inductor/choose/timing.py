@@ -424,12 +424,10 @@ def tune(
     table = Table(tables.gpu_name(device), gpus.Gpu.of(device), {})
     given = {}
     for family in (Family(D, D, kind) for D in head_dims for kind in kinds):
-        recipes = recipes_of(gpus.capability(device), family)
-        if not recipes:
-            continue
-        given[family] = device, family, recipes, family.sizes(MANY)
-        # The kernels of all families share the processes that compile.
-        start_compiling(tuple(cases_of(*given[family]).values()))
+        if recipes := recipes_of(gpus.capability(device), family):
+            given[family] = device, family, recipes, family.sizes(MANY)
+            # The kernels of all families share the processes that compile.
+            start_compiling(tuple(cases_of(*given[family]).values()))
     for family in progress(list(given)):
         table = table.with_families({family: measure_family(*given[family], rounds=TUNED_ROUNDS)})
         save(table)
