@@ -256,7 +256,9 @@ def predicted(shape: CallShape, recipe: str, stacked: bool) -> Prediction | None
     if min(shape.lengths) < cost.SHORTEST:
         return None
     gpu, family = tables.whose_times(shape.device), Family(shape.q[3], shape.v[3], shape.kind)
-    return tables.predict(gpu, family, recipe, Sizes.of(shape), stacked)
+    band = shape.band.from_the_top(*shape.lengths)
+    sizes = Sizes(*shape.q[:2], shape.k[1], *shape.lengths, *band)
+    return tables.predict(gpu, family, recipe, sizes, stacked)
 
 
 def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase | None:
