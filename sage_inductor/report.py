@@ -23,7 +23,7 @@ from sage_inductor.choose.families import versions
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, counters
 from sage_inductor.ops.notes import NOTES
-from sage_inductor.patterns import Site, reasons
+from sage_inductor.patterns import Site
 from sage_inductor.patterns.reasons import Cause, Reason
 from sage_inductor.policy import Ruling, stages_of, unmatched
 from sage_inductor.session import session
@@ -123,7 +123,7 @@ class Report(Sequence):
                 "keep": site.decision.selection and site.decision.selection.given(),
                 **dict(zip(("ms", "sdpa_ms"), site.decision.times or (None, None), strict=True)),
                 "reason": site.reason,
-                "remedy": None if site.rewritten else reasons.of(site.reason).cause.remedy,
+                "remedy": None if site.rewritten else site.why.cause.remedy,
             }
             for graph, site in self._sites
         ]
@@ -205,8 +205,7 @@ def _kinds(sites: Iterable[Site]) -> list[tuple[Reason, int]]:
     """Of calls that stay: the first reason of each kind, and how many calls it has."""
     kinds = collections.defaultdict(list)
     for site in sites:
-        reason = reasons.of(site.reason)
-        kinds[reason.kind].append(reason)
+        kinds[site.why.kind].append(site.why)
     return [(each[0], len(each)) for each in kinds.values()]
 
 
@@ -233,8 +232,7 @@ def _module(site: Site) -> str:
 def folded(site: Site) -> page.Cell:
     if site.rewritten:
         return site.reason
-    reason = reasons.of(site.reason)
-    return page.Folded(reason.short, f"{reason}. What to do: {reason.cause.remedy}.")
+    return page.Folded(site.why.short, f"{site.why}. What to do: {site.why.cause.remedy}.")
 
 
 def remedies(sites: Iterable[Site]) -> list[str]:
@@ -420,7 +418,7 @@ def _warn_if_all_stay() -> None:
         return
     causes = collections.defaultdict(list)
     for site in not_requested(found):
-        causes[reasons.of(site.reason).cause].append(site)
+        causes[site.why.cause].append(site)
     for cause, sites in causes.items():
         with _lock:
             known = cause in _warned_of
@@ -430,7 +428,7 @@ def _warn_if_all_stay() -> None:
 
 
 def _warning(sites: list[Site], total: int) -> str:
-    reason = reasons.of(sites[0].reason)
+    reason = sites[0].why
     some = "" if len(sites) == total else f" ({number_of(len(sites), 'call')})"
     return (
         f"sage_inductor: 0 of {total} attention calls use sage on {_device_name(sites[0])}: "
@@ -446,7 +444,7 @@ def _device_name(site: Site) -> str:
 
 def not_requested(sites: Iterable[Site]) -> list[Site]:
     """The calls that stay as they were, but for those that the user himself switched off."""
-    return [s for s in sites if not s.rewritten and not reasons.of(s.reason).cause.requested]
+    return [s for s in sites if not s.rewritten and not s.why.cause.requested]
 
 
 def whole(

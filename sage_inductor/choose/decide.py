@@ -58,7 +58,7 @@ class Choice(NamedTuple):
     """What a call becomes, and why."""
 
     candidate: Candidate | None  # None: it stays as it was
-    reason: str  # a Reason where it stays
+    reason: Reason | str  # `Decision.reason`
     times: tuple[float, float] | None = None  # `Decision.times`
 
 

@@ -262,7 +262,7 @@ def test_one_module_is_named_so_that_its_block_may_be_compiled_alone():
 
 def row(module, recipe, error, suggested="auto"):
     shape = (1, 2, 64, 64)
-    site = Site(module, "sdpa", "SDPA", shape, shape, "bfloat16", "none", Decision(None, ""))
+    site = Site(module, "sdpa", "SDPA", shape, shape, "bfloat16", "none", Decision("sdpa", ""))
     return Row(site, recipe, 0.99, error, 0.1, (0, error), (0, 0, 3, error))
 
 

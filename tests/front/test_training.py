@@ -387,11 +387,11 @@ def test_g_on_a_gpu_needs_hopper_and_16_bits(monkeypatch):
     assert why_not((9, 0)) is None
     for other in (8, 9), (10, 0):
         reason = "the FP8 backward trains on compute capability 9.0, got {}.{}"
-        assert why_not(other) == reason.format(*other)
+        assert str(why_not(other)) == reason.format(*other)
     monkeypatch.setattr(tiles, "hopper_unavailable", lambda capability: "no Gluon")
-    assert why_not((9, 0)) == "the FP8 backward trains with the Hopper kernel: no Gluon"
+    assert str(why_not((9, 0))) == "the FP8 backward trains with the Hopper kernel: no Gluon"
     OfOneCall.out = OfOneCall.q
-    assert why_not((9, 0)) == "the FP8 backward trains in 16 bits on a GPU, got float32"
+    assert str(why_not((9, 0))) == "the FP8 backward trains in 16 bits on a GPU, got float32"
 
 
 @both

@@ -50,7 +50,7 @@ def canonicalise(gm: torch.fx.GraphModule) -> tuple[list, list[str]]:
         if call is None or call.refused:
             if call:
                 call.emit.undo()
-                reasons.append(call.refused)
+                reasons.append(str(call.refused))
             assert written(gm.graph) == before
             continue
         target, lse, weighed = F.scaled_dot_product_attention, lse_of, compose_with_sink
