@@ -6,6 +6,7 @@ Update the golden graphs with EXPECTTEST_ACCEPT=1.
 import functools
 import itertools
 import math
+import operator
 import re
 import sys
 
@@ -462,6 +463,57 @@ def test_causality_that_is_not_known_is_refused():
     call.meta["val"] = q.meta["val"]
     (site,) = rewrite(torch.fx.GraphModule({}, graph), EMULATE)
     assert site.reason == "is_causal must be known when compiling, got causal"
+
+
+class FakeTensor(torch.Tensor):
+    """Not torch's, of the same name."""
+
+
+def by_sdpa(x, w):
+    return F.scaled_dot_product_attention, (x.unflatten(2, (2, 8)).transpose(1, 2),) * 3
+
+
+def by_mha(x, w):
+    return F.multi_head_attention_forward, (
+        x,
+        x,
+        x,
+        16,
+        2,
+        w,
+        *[None] * 3,
+        False,
+        0.0,
+        w[:16],
+        None,
+    )
+
+
+@pytest.mark.parametrize("attend", [by_sdpa, by_mha])
+@pytest.mark.parametrize("kind", [None, FakeTensor, torch.nn.Parameter])
+def test_subclasses_of_tensor_are_refused_whatever_their_name_and_torchs_fake_one_is_not(
+    attend, kind
+):
+    """A graph of each class, made by hand: Dynamo makes its own stand-ins."""
+    graph, nodes = torch.fx.Graph(), {}
+    with FakeTensorMode():
+        function, args = attend(torch.empty(3, 5, 16), torch.empty(48, 16))
+        out = function(*args)
+    for x in args:
+        if isinstance(x, torch.Tensor) and x not in nodes:
+            nodes[x] = graph.placeholder(f"x{len(nodes)}")
+            nodes[x].meta["val"] = x if kind is None else torch.empty(x.shape).as_subclass(kind)
+    given = (nodes[x] if isinstance(x, torch.Tensor) else x for x in args)
+    call = graph.call_function(function, tuple(given))
+    call.meta["val"] = out
+    if isinstance(out, tuple):
+        call = graph.call_function(operator.getitem, (call, 0))
+        call.meta["val"] = out[0]
+    graph.output(call)
+    (site,) = rewrite(torch.fx.GraphModule({}, graph), EMULATE)
+    assert site.rewritten == (kind is None), site.reason
+    if kind is not None:
+        assert site.reason == f"tensor subclasses are not supported, got {kind.__name__}"
 
 
 SAMPLES = {
