@@ -222,10 +222,10 @@ def _length_of_root(steps: list[tuple[str, str, str]]) -> int:
         output = compat.InstructionTranslator.current_tx().output
         value = {"L": output.local_scope, "G": output.global_scope}[steps[0][0]]
         for i, (attribute, key, index) in enumerate(steps[1:], 2):
-            value = getattr(value, attribute) if attribute else value[key or int(index)]
+            value = getattr(value, attribute) if attribute else value[int(index) if index else key]
             if isinstance(value, torch.nn.Module):
                 return i
-    except Exception:  # no frame is being compiled, or the path is written in another way
+    except (AttributeError, LookupError, TypeError):  # no frame is compiled, or another path's form
         pass
     return 2
 

@@ -206,17 +206,27 @@ def stages_of(ruling: "Ruling") -> tuple[str, ...]:
     return tuple(dict.fromkeys(rule.stage for rule in ruling if rule.stage is not None))
 
 
-def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
-    """A line for each rule that names modules and fits none of those that make attention calls."""
-    lines, seen = [], sorted(set(modules))
-    calls = (
+def unmatched(rules: tuple[Rule, ...], calls: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each rule that names modules and fits none of those that make attention calls, and
+    one for the graphs in which no call has a path. calls: the graph and the module of each."""
+    calls = set(calls)
+    lines, seen = [], sorted({module for _, module in calls})
+    named = {graph for graph, module in calls if module}
+    without = sorted({graph for graph, _ in calls} - named)
+    callers = (
         "attention is called by " + ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
     )
     for number, rule in enumerate(rules, 1):
         if seen and not any(map(rule.fits_module, seen)):
             where = {name: x for name, x in _given(rule).items() if name in ("module", "layer")}
             what = f"rule {number} of the policy fits no module so far: {json.dumps(where)}"
-            lines.append(f"{what}; {calls}")
+            lines.append(f"{what}; {callers}")
+    if without and not all(rule.fits_module("") for rule in rules):
+        graphs = ", ".join(without[:4]) + ", ..." * (len(without) > 4)
+        lines.append(
+            f"no call of graph {graphs} has a module's path: rules that name modules or layers "
+            "cannot fit these calls, rules by head_dim, length or stage can"
+        )
     return lines
 
 

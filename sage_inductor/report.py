@@ -366,7 +366,7 @@ def report() -> Report:
     """
     now = session()
     with _lock:
-        notes = [line for each in now.modules.items() for line in unmatched(*each)]
+        notes = [line for each in now.calls.items() for line in unmatched(*each)]
         known = set(itertools.chain(*map(stages_of, now.policies)))
         unknown = sorted(now.stages - known) if now.sites else []
         notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
@@ -402,7 +402,7 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
         if sites and policy not in now.policies:
             now.policies.append(policy)
         if sites and isinstance(policy, tuple):
-            now.modules.setdefault(policy, set()).update(site.module for site in sites)
+            now.calls.setdefault(policy, set()).update((graph, site.module) for site in sites)
     for site in sites:
         counters["sage"]["rewritten" if site.rewritten else "refused"] += 1
         what = f"becomes {site.recipe}" if site.rewritten else "stays as it was"
@@ -451,9 +451,9 @@ def whole(
     sites: list[tuple[str, Site]], policy: Ruling, without: str = "", notes: Sequence[str] = ()
 ) -> Report:
     """The complete report of a model, whose graphs were all seen: it warns at once of a rule that
-    fits no call. without: why there are no sites."""
-    modules = [site.module for _, site in sites]
-    unused = unmatched(policy, modules) if isinstance(policy, tuple) else []
+    fits no call, and of calls without a path that a rule names. without: why there are no sites."""
+    calls = [(graph, site.module) for graph, site in sites]
+    unused = unmatched(policy, calls) if isinstance(policy, tuple) else []
     for line in unused:
         log.warning("%s", line)
     return Report(sites, [*unused, *notes], without)
