@@ -28,6 +28,7 @@ from sage_inductor.ops.compat import (
     inductor_config,
     tracing,
 )
+from sage_inductor.ops.notes import NOTES
 from sage_inductor.options import PREFIX, Options
 from sage_inductor.patterns.call import Site
 from sage_inductor.patterns.graph import copied, graph_modules, value_of
@@ -205,7 +206,7 @@ def explain(model, *, options: Options | dict | None = None) -> Callable[..., Re
 
         with op_by_op(see) as run_once:
             run_once(model, args, kwargs)
-            notes = seen.left_to_eager()
+            notes = [*NOTES.values(), *seen.left_to_eager()]
         return whole(sites, settings.policy, seen.why_without(), notes)
 
     return awaiting(run, "explain", model)
