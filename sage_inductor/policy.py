@@ -27,7 +27,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -206,13 +206,11 @@ def stages_of(ruling: "Ruling") -> tuple[str, ...]:
     return tuple(dict.fromkeys(rule.stage for rule in ruling if rule.stage is not None))
 
 
-def unmatched(rules: tuple[Rule, ...], calls: Iterable[tuple[str, str]]) -> list[str]:
+def unmatched(rules: tuple[Rule, ...], calls: Collection[tuple[str, str]]) -> list[str]:
     """A line for each rule that names modules and fits none of those that make attention calls, and
     one for the graphs in which no call has a path. calls: the graph and the module of each."""
-    calls = set(calls)
     lines, seen = [], sorted({module for _, module in calls})
-    named = {graph for graph, module in calls if module}
-    without = sorted({graph for graph, _ in calls} - named)
+    without = sorted({graph for graph, _ in calls} - {graph for graph, module in calls if module})
     callers = (
         "attention is called by " + ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
     )
