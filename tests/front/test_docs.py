@@ -46,8 +46,10 @@ ELSEWHERE = {
     'python bench/side_by_side.py black-forest-labs/FLUX.1-dev "a lighthouse at dusk"': "tests/bench/test_side_by_side.py::test_an_image_is_one_row_and_the_first_call_is_of_two_steps",
     "python -m sage_inductor doctor": "tests/front/test_command_line.py::test_doctor_names_versions_and_runs_every_recipe",
 }
-# Words of snippets that take a package of the extra "models".
-NEEDED = {"diffusers": "diffusers", "transformers": "transformers", "lora": "peft"}
+# Words of snippets that take a package of the extra "models", or one that `make weights` installs.
+NEEDED = {
+    "diffusers": "diffusers", "transformers": "transformers", "lora": "peft", "torchao": "torchao",
+}  # fmt: skip
 ACCEPT = os.environ.get("EXPECTTEST_ACCEPT") == "1"
 
 
