@@ -365,6 +365,11 @@ def test_below_a_table_is_where_and_how_it_was_measured():
     assert tables.provenance(alone) == (
         f"2026-01-01, torch 2, triton 3, cudnn 1. m.\n{again} (commit 0a1b).\n"
     )
+    method = "Medians. What is shipped: a run of its own, at commit 312aae5. Then others"
+    both = tables.where_and_when(WHERE | {"commit": "0a1b", "method": method})
+    assert both.replace("\n", " ").endswith(
+        "(commit 0a1b). What is shipped: a run of its own, at commit 312aae5. "
+    )
     assert tables.where_and_when(WHERE | {"commit": None}) == (
         f"One A, 2026-01-01, torch 2, triton 3, cudnn 1. {again}.\n"
     )
