@@ -19,10 +19,10 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from sage_inductor.ops.compat import gdc_wait, launch_options
+from sage_inductor.ops import compat
 from sage_inductor.ops.compile import FP_FUSION, Launch, await_compiled
 
-HAS_PDL = gdc_wait is not None
+HAS_PDL = compat.gdc_wait is not None
 
 
 def fix_head_dims(*tensors: Tensor) -> None:
@@ -61,7 +61,7 @@ def _like(x):
 def launch_traced(
     kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
 ) -> None:
-    fp_fusion = FP_FUSION if launch_options is not None else {}
+    fp_fusion = FP_FUSION if compat.launch_options is not None else {}
     if hasattr(_noting, "launches"):
         return _note(kernel, grid, (*tensors, *numbers), options | fp_fusion)
     # On the tensors' device; on a machine without a GPU they are fake, and there is none to set.

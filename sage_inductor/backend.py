@@ -28,6 +28,7 @@ from sage_inductor.ops.compat import (
     inductor_config,
     tracing,
 )
+from sage_inductor.options import Options
 from sage_inductor.patterns.call import Site
 from sage_inductor.patterns.graph import copied, graph_modules, value_of
 from sage_inductor.policy import stages_of
@@ -175,7 +176,7 @@ def _has_symbolic_floats(gm: torch.fx.GraphModule) -> bool:
 sage_backend.reset = InductorWrapper(None, None, None).reset
 
 
-def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
+def explain(model, *, options: Options | dict | None = None) -> Callable[..., Report]:
     """``explain(model)(*args, **kwargs)`` runs `model` once on these arguments, and says what
     ``backend="sage"`` would do with each attention call.
 
@@ -204,6 +205,13 @@ def explain(model, *, options: dict | None = None) -> Callable[..., Report]:
             notes = seen.left_to_eager()
         return whole(sites, settings.policy, seen.why_without(), notes)
 
+    return awaiting(run, "explain", model)
+
+
+def awaiting(run: Callable, name: str, model) -> Callable:
+    """`run`, whose repr says what it is."""
+    what = getattr(model, "__name__", type(model).__name__)
+    run.__qualname__ = f"{name}({what}), to be called with the model's arguments,"
     return run
 
 

@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config, patterns, report, settings, stages
+from sage_inductor import patterns, report, settings, stages
 from sage_inductor.choose import cost, families
-from sage_inductor.choose.decide import check_requested, decide
-from sage_inductor.names import AUTO
+from sage_inductor.choose.decide import decide
+from sage_inductor.config import config
+from sage_inductor.names import AUTO, RecipeOption, check_recipe
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site
@@ -40,18 +41,18 @@ from sage_inductor.session import session
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
-    *, recipe: str = ..., return_lse: typing.Literal[False] = ..., dropout_p: float = ...,
+    *, recipe: RecipeOption = ..., return_lse: typing.Literal[False] = ..., dropout_p: float = ...,
 ) -> Tensor: ...  # fmt: skip
 @typing.overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
-    *, recipe: str = ..., return_lse: typing.Literal[True], dropout_p: float = ...,
+    *, recipe: RecipeOption = ..., return_lse: typing.Literal[True], dropout_p: float = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
-    *, recipe: str = AUTO, return_lse: bool = False, dropout_p: float = 0.0,
+    *, recipe: RecipeOption = AUTO, return_lse: bool = False, dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
     ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
@@ -270,7 +271,7 @@ def _decided(
     kinds, options: _Options, module, fake_mode, portable: bool, stage: str | None
 ) -> _Run:
     """What computes the call; its site goes to the report."""
-    check_requested(options.recipe)
+    check_recipe("sage_inductor.attention: recipe", options.recipe)
     wanted = settings.resolve({}, portable=portable, stage=stage)
     with compat.disable_modes():
         gm = _graph_of(kinds, options, module, fake_mode)

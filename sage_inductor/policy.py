@@ -26,10 +26,12 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from sage_inductor import names, stages
+from sage_inductor.names import RecipeOption, TrainingOption
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.recipe import ALIASES, NAMED
 from sage_inductor.ops.selector import Selection
@@ -56,18 +58,22 @@ class Rule:
     Raises ValueError for an unknown recipe; a Policy checks the other fields.
     """
 
-    recipe: str  # a name in NAMED, "auto" or "off"
+    recipe: RecipeOption
     module: str = "*"  # a glob, of Site.module
-    layer: tuple[int | None, int | None] = (None, None)  # the first number in Site.module
-    head_dim: tuple[int, ...] = ()  # q's; none: any
+    layer: int | tuple[int | None, int | None] = (None, None)  # the first number in Site.module
+    head_dim: int | tuple[int, ...] = ()  # q's; none: any
     length: tuple[int | None, int | None] = (None, None)  # N_q
     stage: str | None = None  # None: every one
     keep: Selection | dict | float | None = None  # of the blocks of keys; a Policy has Selections
-    training: str | None = None  # None: as the settings say
+    training: TrainingOption | None = None  # None: as the settings say
 
     def __post_init__(self):
         if not isinstance(self.recipe, str) or self.recipe not in ALIASES:  # a Policy warns of it
             names.one_of((names.AUTO, names.OFF, *NAMED), "Rule: recipe", self.recipe)
+        if isinstance(self.layer, int):
+            object.__setattr__(self, "layer", (self.layer, self.layer))
+        if isinstance(self.head_dim, int):
+            object.__setattr__(self, "head_dim", (self.head_dim,))
 
     def fits(
         self, module: str, head_dim: int, at_least: Callable[[int], bool], stage: str | None = None
@@ -212,6 +218,9 @@ def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
 
 # -- what may be given ----
 
+# What ``sage.policy`` takes.
+PolicyOption = (str | os.PathLike[str] | Policy | Rule | dict[str, Any] | list[Any]
+                | Callable[[CallDescription], str | None])  # fmt: skip
 # A policy in force: rules, or a function.
 Ruling = tuple[Rule, ...] | Callable[[CallDescription], str | None]
 # By path: what each file said when it could be read.
@@ -240,12 +249,11 @@ def ruling(given) -> Ruling:
 
 def frozen(name: str, given):
     """`given`, to be kept where it cannot change: what `ruling` makes of it will not depend on the
-    folder that the process is in, nor on what becomes of a dict. Raises ValueError, as `ruling`,
-    with the option's name."""
+    folder that the process is in, nor on what becomes of a dict. Raises SageOptionError."""
     try:
         rules = ruling(given)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise names.wrong(f"{name}: {error}") from None
     if isinstance(given, (str, os.PathLike)):
         return given and os.path.abspath(given)
     return Policy(rules) if isinstance(given, (dict, list, tuple)) else given
@@ -277,18 +285,15 @@ def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:
 
 
 def ask(function: Callable, call: CallDescription) -> str | None:
-    """What a function says of a call. Raises ValueError for an answer that is no recipe."""
+    """What a function says of a call. Raises SageOptionError for an answer that is no recipe."""
     try:
         recipe = function(call)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"sage.policy: the function raised {reason}, for {call}") from error
+        raise names.wrong(f"sage.policy: the function raised {reason}, for {call}") from error
     if recipe is not None:
-        try:
-            names.check_recipe("recipe", recipe)
-        except ValueError as error:
-            what = "the function must return None, or what a rule's recipe may be"
-            raise ValueError(f"sage.policy: {what}: {error}, for {call}") from None
+        what = "sage.policy: the function must return None, or what a rule's recipe may be"
+        names.check_recipe(f"{what}, for {call}: recipe", recipe)
     return recipe
 
 

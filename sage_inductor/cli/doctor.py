@@ -1,6 +1,7 @@
 """``python -m sage_inductor doctor``: what is installed, whether each recipe runs on each device,
 and what the policy chooses there."""
 
+import argparse
 import itertools
 import platform
 from typing import NamedTuple
@@ -10,11 +11,11 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend
 
-from sage_inductor import config
 from sage_inductor.backend import explain
 from sage_inductor.choose import families, tables
 from sage_inductor.cli.progress import track
 from sage_inductor.cli.tune import lines
+from sage_inductor.config import config
 from sage_inductor.measure import compare
 from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
@@ -23,6 +24,7 @@ from sage_inductor.ops.compat import fused_sdp_choice, untested
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.ops.sources import source_tag
 
 
 class Probe(NamedTuple):
@@ -33,6 +35,14 @@ class Probe(NamedTuple):
     kind: str
     runs: bool | None  # None: the device has no kernel for it. False: it should have run
     finding: str
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print versions and devices, run every recipe on every device against exact attention, and "
+        "say what recipe 'auto' chooses. Exit code 1 if one that should run fails."
+    )
+    parser.add_argument("--verbose", action="store_true", help="a line for each small call")
 
 
 def doctor(verbose: bool = False) -> int:
@@ -46,7 +56,7 @@ def doctor(verbose: bool = False) -> int:
     policies = {device: _policy(device) for device in probes}
 
     print(verdict(registered, [(d, probes[d], policies[d][1]) for d in probes]))
-    print(f"\nsage_inductor {recipes.source_tag()}")
+    print(f"\nsage_inductor {source_tag()}")
     print(f"torch {torch.__version__}, triton {triton.__version__}", end=", ")
     print(f"Python {platform.python_version()}, {platform.platform()}")
     if untested():

@@ -506,7 +506,7 @@ def test_every_error_of_a_package_is_explained():
 
 def test_the_api_has_each_public_name_once():
     names = [name for its in written.TASKS.values() for name in its]
-    assert sorted(names) == sorted({*sage_inductor.__all__} - {"__version__", "config"})
+    assert sorted(names) == sorted({*sage_inductor.__all__} - {"__version__"})
 
 
 def test_the_docstring_of_a_public_function_names_each_parameter_and_what_it_raises():

@@ -438,7 +438,7 @@ def raises(call):
         ([{"recipe": {1}}], "sage.policy: must be what JSON can say: .*set"),
         (
             lambda call: "sage4",
-            "must return None, .* got 'sage4'.* for CallDescription.module='layers.0",
+            "must return None, .* for CallDescription.module='layers.0.* got 'sage4'",
         ),
         (raises, "the function raised KeyError: 'layers.0.attn', for CallDescription"),
     ],
@@ -492,6 +492,12 @@ def test_one_rule_is_a_policy():
         assert explain()[1].reason == "the policy says off (rule 1)"
     with pytest.raises(ValueError, match="config.policy: .*rule 1: length must be"):
         config.policy = Rule("off", length=5)
+
+
+def test_a_rule_keeps_one_layer_as_a_range_and_one_head_dim_as_a_tuple():
+    rule = Rule("off", layer=1, head_dim=64)
+    assert rule == Rule("off", layer=(1, 1), head_dim=(64,))
+    assert rule.fits("a.1.b", 64, lambda n: True) and not rule.fits("a.2.b", 64, lambda n: True)
 
 
 @pytest.mark.parametrize("recipe", ["sage9", 1, None, ["sage1"]])

@@ -24,10 +24,11 @@ PATHS = {"transformer_blocks.0.attn", "single_transformer_blocks.0.attn"}
 # -- who quantizes ----
 
 
-def torchao(name: str, model) -> None:
+def torchao(name: str, model, **given) -> None:
     quantization = library("torchao.quantization")
+    given = {key: getattr(quantization, of)() for key, of in given.items()}
     # Not torchao's settings of Inductor, which would be those of later tests, too.
-    quantization.quantize_(model, getattr(quantization, name)(set_inductor_config=False))
+    quantization.quantize_(model, getattr(quantization, name)(set_inductor_config=False, **given))
 
 
 def replaced(model, make) -> None:
@@ -167,8 +168,10 @@ def test_attention_under_layerwise_casting_is_rewritten():
 @pytest.mark.gpu
 @weights
 def test_attention_between_linears_that_multiply_in_fp8_is_rewritten():
-    """Activations are quantized as they come: sm_89 or newer."""
-    quantize = functools.partial(torchao, "Float8DynamicActivationFloat8WeightConfig")
+    """Activations are quantized as they come: sm_89 or newer. By rows: torchao 0.18 takes a weight of
+    128 x 128 with one scale for a block of 128 x 128."""
+    name = "Float8DynamicActivationFloat8WeightConfig"
+    quantize = functools.partial(torchao, name, granularity="PerRow")
     with config.patch(emulate=False, force=True):
         of = small(quantize, "cuda")
         right = torch.compile(of.model, fullgraph=True)(**of.inputs)[0]

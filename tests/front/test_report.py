@@ -81,8 +81,9 @@ def test_a_reason_keeps_its_cause_whatever_is_said_besides():
     assert quoted.cause is reasons.UNREADABLE
 
 
-def test_what_the_user_asked_for_is_two_causes():
-    assert [each for each in CAUSES if each.requested] == [reasons.IS_OFF, reasons.POLICY_OFF]
+def test_two_causes_are_asked_for_and_one_has_nothing_to_mend():
+    on_purpose = [reasons.IS_OFF, reasons.POLICY_OFF, reasons.UNREPEATED]
+    assert [each for each in CAUSES if each.requested] == on_purpose
 
 
 def test_a_sentence_that_no_row_made_asks_for_a_report():

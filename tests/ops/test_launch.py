@@ -148,10 +148,12 @@ def test_a_kernel_that_torch_sees_is_launched_on_the_device_of_its_tensors(curre
     monkeypatch.setattr(launch, "wrap_triton", lambda kernel: kernel)
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: torch.cuda.device(x.device.index))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(launch, "launch_options", None)  # a torch that cannot pass options on
+    monkeypatch.setattr(
+        launch.compat, "launch_options", None
+    )  # a torch that cannot pass options on
     launch.launch_traced(kernel, (5,), (x,), (1,))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # fake tensors
-    monkeypatch.setattr(launch, "launch_options", object())
+    monkeypatch.setattr(launch.compat, "launch_options", object())
     launch.launch_traced(kernel, (5,), (x,), (1,))
     assert where == [(1, 0), (0,)] and told == [{}, FP_FUSION]
 
