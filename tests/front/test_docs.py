@@ -38,7 +38,7 @@ from sage_inductor.policy import Policy
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 FENCED = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
-LANGUAGES = {"python", "bash", "cpp", "cmake", "json", "text"}
+LANGUAGES = {"python", "bash", "cpp", "cmake", "json", "text", "log"}  # log: of another machine
 
 # Commands that are run elsewhere, or only where there is more than a test may ask for.
 ELSEWHERE = {
