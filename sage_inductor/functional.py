@@ -12,6 +12,7 @@ nothing else: `patterns.rewrite` makes of it what it would make of a model's, an
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
 
+import inspect
 import operator
 import typing
 from collections.abc import Callable
@@ -25,14 +26,14 @@ from sage_inductor import patterns, settings, stages
 from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import check_requested, decide
 from sage_inductor.config import config, settings_in_force
-from sage_inductor.names import AUTO
+from sage_inductor.names import AUTO, unknown
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.graph import as_float, as_int
 from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
-from sage_inductor.policy import Ruling
+from sage_inductor.policy import Ruling, stages_of
 from sage_inductor.report import raise_if_refused, record
 from sage_inductor.session import session
 
@@ -53,7 +54,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
-    *, recipe: str = AUTO, return_lse: bool = False, dropout_p: float = 0.0,
+    *, recipe: str = AUTO, return_lse: bool = False, dropout_p: float = 0.0, **foreign,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
     ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
@@ -83,6 +84,8 @@ def attention(
     nested tensors or an is_causal that is no bool, ValueError for a dropout_p that is not 0 and for
     dtypes, head_dims, lengths or heads that do not fit each other, and what SDPA raises.
     """
+    if foreign:
+        raise TypeError(_unexpected(foreign))
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     options = is_causal, scale, enable_gqa, recipe, return_lse
     key = _key(tensors, options) if dropout_p == 0.0 and type(is_causal) is bool else None
@@ -163,11 +166,32 @@ def _check(
         raise _refused(f"attn_mask must broadcast to {scores}, got {list(attn_mask.shape)}")
 
 
+# What other libraries call an argument, and what it is here.
+_FOREIGN = {
+    "tensor_layout": "transpose q, k and v to [B, H, N, D]",
+    "sm_scale": "it is called scale",
+    "softmax_scale": "it is called scale",
+    "causal": "it is called is_causal",
+    "window_size": "give a mask of positions as attn_mask",
+}
+
+
+def _unexpected(foreign: dict) -> str:
+    """Of arguments that do not exist, all at once."""
+    hints = [f"{name!r}: {_FOREIGN.get(name) or unknown(name, _SIGNATURE.parameters, '')}"
+             for name in foreign]  # fmt: skip
+    what = "sage_inductor.attention() got an unexpected keyword argument "
+    return f"{what}{', '.join(hints)} (docs/guide/migration.md)"
+
+
 def _refused(what: str, kind: type = ValueError) -> Exception:
     return kind(f"sage_inductor.attention: {what}")
 
 
 # Dynamo puts the call into its graph as it is; AOTAutograd and export trace what it does.
+_SIGNATURE = inspect.signature(attention)
+_SIGNATURE = _SIGNATURE.replace(parameters=list(_SIGNATURE.parameters.values())[:-1])
+attention.__signature__ = _SIGNATURE  # without `foreign`
 torch.compiler.allow_in_graph(attention)
 ENTRIES.add(attention)
 
@@ -291,6 +315,7 @@ def _decided(
     """What computes the call; its site goes to the report."""
     check_requested(options.recipe)
     wanted = settings.resolve({}, portable=portable, stage=stage)
+    stages.warn_if_misspelled(stage, stages_of(wanted.policy))
     with compat.disable_modes():
         gm = _graph_of(kinds, options, module, fake_mode)
         reason = next((kind.reason for kind in kinds if kind.reason), None)

@@ -12,9 +12,12 @@ from stage to stage compiles nothing. Which one runs is looked up when the graph
 
 import contextlib
 import contextvars
+import functools
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from sage_inductor.names import nearest
 from sage_inductor.session import session
 
 _log = logging.getLogger("sage_inductor")
@@ -40,6 +43,20 @@ def _begin(name: str | None) -> contextvars.Token:
     return _current.set(name)
 
 
+def unnamed(stage: str, named: Iterable[str]) -> str:
+    """What to say of a stage that no rule names."""
+    near = nearest(stage, named)
+    meant = f": did you mean {json.dumps(near)}?" if near else ""
+    return f"stage {json.dumps(stage)} is named by no rule of a policy{meant}"
+
+
+@functools.cache
+def warn_if_misspelled(stage: str | None, named: tuple[str, ...]) -> None:
+    """Warn, once, of a stage that is spelled almost as one that a policy names."""
+    if stage is not None and stage not in named and nearest(stage, named):
+        _log.warning("%s", unnamed(stage, named))
+
+
 @contextlib.contextmanager
 def stage(name: str | None) -> Iterator[None]:
     """Calls inside the ``with`` block run in this stage, in this thread or task; None: in no stage.
@@ -59,10 +76,14 @@ def stage(name: str | None) -> Iterator[None]:
 
 def by_stage(variants: dict[str | None, Callable]) -> Callable:
     """A function that calls the variant of the stage in force, or that of None."""
-    default, get, in_force = variants[None], variants.get, _current.get
+    default, in_force = variants[None], _current.get
+    named = tuple(filter(None, variants))
 
     def run(*args):
-        return get(in_force(), default)(*args)
+        stage = in_force()
+        if stage not in variants:
+            warn_if_misspelled(stage, named)
+        return variants.get(stage, default)(*args)
 
     return run
 
