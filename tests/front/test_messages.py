@@ -114,3 +114,38 @@ def test_a_misspelled_stage_is_warned_of_once(caplog):
         with config.patch(policy=rules), sage_inductor.stage("egde"):
             attention(q, k, v)
         assert [record.message for record in caplog.records].count(told) == 2
+
+
+class Block(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.weight(x), x, x)
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(
+    "make, needs_grad, infers",
+    [(lambda: Block().eval(), False, True), (lambda: Block().eval(), True, False),
+     (Block, False, False), (lambda: Block().eval().forward, False, False)],
+    ids=["eval", "eval, and an input needs gradients", "training", "a function"],
+)  # fmt: skip
+def test_explain_of_a_module_in_eval_mode_shows_what_inference_sees(make, needs_grad, infers):
+    x = torch.randn(1, 2, 128, 16, requires_grad=needs_grad)
+    options = {"sage.emulate": True, "sage.training": "sagebwd"}
+    (site,) = sage_inductor.explain(make(), options=options)(x)
+    assert ("backward" in site.reason) != infers and site.rewritten
+    with torch.no_grad():
+        (site,) = sage_inductor.explain(make(), options=options)(x)
+    assert "backward" not in site.reason
+
+
+def test_explain_finds_the_fast_path_that_inference_of_an_encoder_layer_takes():
+    """Rules of a policy name these modules: with gradients nn.MultiheadAttention would make the call."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, batch_first=True), 1).eval()
+    x = torch.randn(2, 20, 32)
+    explained = [site.module for site in sage_inductor.explain(encoder)(x)]
+    with torch.no_grad():
+        torch.compile(encoder, backend="sage")(x)
+    assert explained == [site.module for site in sage_inductor.report()] == ["layers.0"]

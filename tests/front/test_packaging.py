@@ -76,6 +76,15 @@ def test_the_wheel_is_pure_and_holds_every_module(wheel):
     assert packed == sources | data
 
 
+def test_the_wheel_names_the_backend_as_other_libraries_do_too(wheel):
+    files = zipfile.ZipFile(wheel)
+    (entries,) = [name for name in files.namelist() if name.endswith("entry_points.txt")]
+    names = re.findall(
+        r"^(\w+) = sage_inductor.backend:sage_backend", files.read(entries).decode(), re.M
+    )
+    assert names == ["sage", "sage_inductor"]
+
+
 def test_the_demo_runs_from_the_wheel_beside_torch_and_triton_alone(wheel, tmp_path):
     """In a folder of links to what these two require, the wheel unpacked among them. What the backend
     rewrote runs op by op: g++ would take two thirds of the time."""
