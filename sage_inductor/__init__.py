@@ -21,30 +21,11 @@ if TYPE_CHECKING:
     from sage_inductor.stages import Schedule, stage
 
 __all__ = [
-    "CallDescription",
-    "Diagnosis",
-    "Policy",
-    "Report",
-    "Rule",
-    "SageOptionError",
-    "SageRefused",
-    "Schedule",
-    "TrainingDiagnosis",
-    "__version__",
-    "aoti_compile_and_package",
-    "attention",
-    "config",
-    "diagnose",
-    "diagnose_training",
-    "diagnosing",
-    "explain",
-    "gather_attention",
-    "register",
-    "report",
-    "rewrite",
-    "sage_backend",
-    "stage",
-]
+    "CallDescription", "Diagnosis", "Policy", "Report", "Rule", "SageOptionError",
+    "SageRefused", "Schedule", "TrainingDiagnosis", "__version__", "aoti_compile_and_package",
+    "attention", "config", "diagnose", "diagnose_training", "diagnosing", "explain",
+    "gather_attention", "register", "report", "rewrite", "sage_backend", "stage",
+]  # fmt: skip
 _PLACES = {
     "backend": "explain sage_backend",
     "config": "config",

@@ -196,53 +196,8 @@ torch.compiler.allow_in_graph(attention)
 ENTRIES.add(attention)
 
 
-class _Kind(NamedTuple):
-    """What a decision may depend on, of one tensor."""
-
-    shape: tuple
-    stride: tuple | None
-    dtype: torch.dtype
-    device: torch.device
-    needs_grad: bool
-    reason: Reason | None  # why no recipe may compute with it
-
-    @classmethod
-    def of(cls, x: Tensor, grad: bool) -> "_Kind":
-        reason = None
-        if x.is_nested:
-            raise TypeError(
-                "sage_inductor.attention: q, k, v and attn_mask must not be nested tensors: "
-                "pad them (to_padded_tensor), or call scaled_dot_product_attention"
-            )
-        if compat.functorch.peek_interpreter_stack() is not None:
-            reason = reasons.IN_A_TRANSFORM()
-        elif type(x) not in (*_PLAIN, *_TRACED) or x.layout != torch.strided:
-            reason = reasons.SUBCLASS(type(x).__name__)
-        stride = None if reason else x.stride()
-        return cls(
-            tuple(map(as_int, x.shape)), stride, x.dtype, x.device, grad and x.requires_grad, reason
-        )
-
-    def stand_in(self) -> Tensor:
-        """A tensor of this kind; to be called where tensors are fake."""
-        if self.stride is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return x.requires_grad_(self.needs_grad)
-
-
 _TRACED = (compat.FakeTensor, compat.FunctionalTensor)
 _PLAIN = {Tensor, torch.nn.Parameter}
-
-
-class _Options(NamedTuple):
-    """`attention`'s arguments but the tensors."""
-
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    recipe: str
-    return_lse: bool
 
 
 class _Run(NamedTuple):
@@ -290,59 +245,68 @@ def _key(tensors: tuple, options: tuple, module: str = "") -> tuple | None:
 
 
 def _run_of(tensors: tuple, options: tuple, key: tuple | None, module: str = "") -> _Run:
-    """What computes a call with these tensors, the decision taken."""
-    grad = torch.is_grad_enabled()
-    options = _Options(options[0], as_float(options[1]), *options[2:])
-    kinds = tuple(_Kind.of(x, grad) for x in tensors)
+    """What computes a call with these tensors, the decision taken; its site goes to the report."""
+    check_requested(options[3])
     exporting = torch.compiler.is_exporting()
-    if exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED:
-        portable = exporting or compat.virtualized.aot_compilation is True
-        stage = stages.current() if portable else None
-        fake_mode = compat.detect_fake_mode(tensors)
-        return _decided(kinds, options, module, fake_mode, portable, stage)
-    run = _decided(kinds, options, module, None, False, stages.current())
-    if key is not None:
-        runs = session().runs
-        if len(runs) >= MAX_KINDS:
-            runs.clear()
-        runs[key] = run
-    return run
-
-
-def _decided(
-    kinds, options: _Options, module, fake_mode, portable: bool, stage: str | None
-) -> _Run:
-    """What computes the call; its site goes to the report."""
-    check_requested(options.recipe)
+    traced = exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED
+    portable = exporting or traced and compat.virtualized.aot_compilation is True
+    stage = None if traced and not portable else stages.current()
     wanted = settings.resolve({}, portable=portable, stage=stage)
     stages.warn_if_misspelled(stage, stages_of(wanted.policy))
+    reason = next(filter(None, map(_why_not, tensors)), None)
+    grad, fake_mode = torch.is_grad_enabled(), compat.detect_fake_mode(tensors) if traced else None
+
+    def stand_in(x: Tensor) -> Tensor:
+        given = dict(dtype=x.dtype, device=x.device)
+        shape = tuple(map(as_int, x.shape))
+        if reason:
+            return torch.empty(shape, **given)
+        made = torch.empty_strided(shape, x.stride(), **given)
+        return made.requires_grad_(grad and x.requires_grad)
+
+    def decision(call: Call) -> Decision:
+        return Decision(None, reason) if reason else decide(call, wanted)
+
     with compat.disable_modes():
-        gm = _graph_of(kinds, options, module, fake_mode)
-        reason = next((kind.reason for kind in kinds if kind.reason), None)
-
-        def decision(call: Call) -> Decision:
-            return Decision(None, reason) if reason else decide(call, wanted)
-
+        with fake_mode or compat.FakeTensorMode():
+            values = [stand_in(x) for x in tensors]
+            gm = _graph_of(values, (options[0], as_float(options[1]), *options[2:]), module)
         sites = patterns.rewrite(gm, decision, portable)
     _record(sites, wanted.policy)
     if wanted.strict:
         raise_if_refused(sites)
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
         node.meta.clear()
-    return _Run(gm.forward, any(site.rewritten for site in sites))
+    run, runs = _Run(gm.forward, any(site.rewritten for site in sites)), session().runs
+    if key is not None:
+        if len(runs) >= MAX_KINDS:
+            runs.clear()
+        runs[key] = run
+    return run
 
 
-def _graph_of(kinds, options: _Options, module: str, fake_mode) -> torch.fx.GraphModule:
-    """The call alone, as if `module` made it, its inputs stand-ins of these kinds."""
+def _why_not(x: Tensor) -> Reason | None:
+    """Why no recipe may compute with a tensor. Raises TypeError for a nested one."""
+    if x.is_nested:
+        raise _refused(
+            "q, k, v and attn_mask must not be nested tensors: pad them (to_padded_tensor), or "
+            "call scaled_dot_product_attention", TypeError,
+        )  # fmt: skip
+    if compat.functorch.peek_interpreter_stack() is not None:
+        return reasons.IN_A_TRANSFORM()
+    plain = type(x) in (*_PLAIN, *_TRACED) and x.layout == torch.strided
+    return None if plain else reasons.SUBCLASS(type(x).__name__)
+
+
+def _graph_of(values: list[Tensor], options: tuple, module: str) -> torch.fx.GraphModule:
+    """The call alone, of fake tensors, as if `module` made it."""
     is_causal, scale, enable_gqa, recipe, return_lse = options
     graph = torch.fx.Graph()
-    with fake_mode or compat.FakeTensorMode():
-        values = [kind.stand_in() for kind in kinds]
-        q, k, v, attn_mask = (*values, None)[:4]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        lse = torch.ops.sage.lse(q, k, attn_mask, is_causal, scale) if return_lse else None
+    q, k, v, attn_mask = (*values, None)[:4]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    lse = torch.ops.sage.lse(q, k, attn_mask, is_causal, scale) if return_lse else None
     nodes = [graph.placeholder(name) for name, _ in zip("qkvm", values, strict=False)]
     q, k, v, attn_mask = (*nodes, None)[:4]
     call = graph.call_function(
