@@ -12,7 +12,7 @@ is again what today's library would have made.
 import dataclasses
 import functools
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from sage_inductor.ops.formats import GRANULARITIES, PV, QK, Format, Granularity
 from sage_inductor.ops.sources import source_tag
@@ -140,6 +140,12 @@ TABLE = {
     # No rank: it was timed on no device.
     "sage3": Row(Recipe("per_16", "nvfp4", qk="nvfp4"), 0.4),
 }
+# The names in TABLE, for type checkers.
+RecipeName = Literal[
+    "sage1", "sage2-8b", "sage2-8b-per-token", "sage2-8b-rotated", "sage2-8b-fp8qk", "sage2-4b",
+    "sage1-per-token", "sage1-rotated", "sage3",
+]  # fmt: skip
+RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 NAMED = {name: row.recipe for name, row in TABLE.items()}
 ALIASES = {row.old_name: name for name, row in TABLE.items() if row.old_name}
 BY_SPEED = tuple(

@@ -1,4 +1,17 @@
-"""Quantized attention as a torch.compile backend: ``torch.compile(model, backend="sage")``."""
+"""Quantized attention as a torch.compile backend: ``torch.compile(model, backend="sage")``.
+
+The public names by task. Modules and what else they hold are private: they change without notice.
+
+    Compile: sage_backend, explain
+    See what was rewritten: report, Report
+    Call attention: attention, gather_attention, register
+    Measure the error: diagnose, diagnosing, Diagnosis
+    Choose by module, layer or step: Policy, Rule, CallDescription, stage, Schedule
+    Set and name: config, Options, RECIPES, RecipeName, RecipeOption
+    Train: diagnose_training, TrainingDiagnosis
+    Export: aoti_compile_and_package, rewrite
+    Errors: SageOptionError, SageRefused
+"""
 
 import importlib
 import sys
@@ -14,17 +27,21 @@ if TYPE_CHECKING:
     from sage_inductor.functional import attention
     from sage_inductor.gradient_noise import TrainingDiagnosis, diagnose_training
     from sage_inductor.integrations import register
+    from sage_inductor.names import RecipeOption
+    from sage_inductor.ops.recipe import RECIPES, RecipeName
     from sage_inductor.ops.sources import __version__
+    from sage_inductor.options import Options
     from sage_inductor.parallel import gather_attention
     from sage_inductor.policy import CallDescription, Policy, Rule
     from sage_inductor.report import Report, report
     from sage_inductor.stages import Schedule, stage
 
 __all__ = [
-    "CallDescription", "Diagnosis", "Policy", "Report", "Rule", "SageOptionError",
-    "SageRefused", "Schedule", "TrainingDiagnosis", "__version__", "aoti_compile_and_package",
-    "attention", "config", "diagnose", "diagnose_training", "diagnosing", "explain",
-    "gather_attention", "register", "report", "rewrite", "sage_backend", "stage",
+    "CallDescription", "Diagnosis", "Options", "Policy", "RECIPES", "RecipeName", "RecipeOption",
+    "Report", "Rule", "SageOptionError", "SageRefused", "Schedule", "TrainingDiagnosis",
+    "__version__", "aoti_compile_and_package", "attention", "config", "diagnose",
+    "diagnose_training", "diagnosing", "explain", "gather_attention", "register", "report",
+    "rewrite", "sage_backend", "stage",
 ]  # fmt: skip
 _PLACES = {
     "backend": "explain sage_backend",
@@ -35,7 +52,10 @@ _PLACES = {
     "functional": "attention",
     "gradient_noise": "TrainingDiagnosis diagnose_training",
     "integrations": "register",
+    "names": "RecipeOption",
+    "ops.recipe": "RECIPES RecipeName",
     "ops.sources": "__version__",
+    "options": "Options",
     "parallel": "gather_attention",
     "policy": "CallDescription Policy Rule",
     "report": "Report report",

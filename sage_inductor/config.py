@@ -16,6 +16,7 @@ us.)
 import contextlib
 import itertools
 import os
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -26,7 +27,10 @@ from sage_inductor.options import SETTINGS, Option
 
 _PREFIX = f"{__name__}."
 if TYPE_CHECKING:
-    from sage_inductor.options import Options as _Settings
+    from typing_extensions import Unpack
+
+    from sage_inductor.options import Table as _Settings
+    from sage_inductor.options import Values
 else:  # with these methods a type checker would take any name for a setting's
 
     class _Settings:
@@ -49,8 +53,9 @@ else:  # with these methods a type checker would take any name for a setting's
 
 
 class Config(_Settings):
-    """A server configures in one thread and compiles in another, so an assignment holds in the
-    whole process. `patch` holds in its thread or asyncio task alone."""
+    """The settings of the process. An assignment, such as ``config.recipe = "sage1"``, holds in all
+    threads, because a server configures in one and compiles in another. `patch` holds in its thread
+    or asyncio task only. Options of ``torch.compile`` come before both."""
 
     # name -> called with a value that was set, and whether it is the whole process's.
     followers: ClassVar[dict[str, Callable[[Any, bool], None]]] = {}
@@ -71,7 +76,7 @@ class Config(_Settings):
         return vars(self) | _patched.get()
 
     def patch(
-        self, arg1: str | dict[str, Any] | None = None, arg2: Any = None, **kwargs: Any
+        self, arg1: str | dict[str, Any] | None = None, arg2: Any = None, **kwargs: "Unpack[Values]"
     ) -> "contextlib._GeneratorContextManager[None]":
         """Other values within: a context manager and a decorator. Takes a name and its value, a
         dict or keywords, and checks all before any is set."""
@@ -81,6 +86,11 @@ class Config(_Settings):
             )
         changes = arg1 if isinstance(arg1, dict) else {arg1: arg2} if arg1 else kwargs
         return _patch(_checked(changes))
+
+
+_lines = (f"    * {x.name}: {x.doc} (default: {x.default!r})" for x in SETTINGS.values())
+_lines = (textwrap.fill(line, 100, subsequent_indent=" " * 6) for line in _lines)
+Config.__doc__ = "\n".join([f"{Config.__doc__}\n", *_lines])
 
 
 @contextlib.contextmanager

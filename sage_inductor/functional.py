@@ -24,9 +24,9 @@ from torch import Tensor
 
 from sage_inductor import patterns, settings, stages
 from sage_inductor.choose import cost, families
-from sage_inductor.choose.decide import check_requested, decide
+from sage_inductor.choose.decide import decide
 from sage_inductor.config import config, settings_in_force
-from sage_inductor.names import AUTO, unknown
+from sage_inductor.names import AUTO, RecipeOption, check_recipe, unknown
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site
@@ -43,18 +43,18 @@ from sage_inductor.session import session
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
-    *, recipe: str = ..., return_lse: typing.Literal[False] = ..., dropout_p: float = ...,
+    *, recipe: RecipeOption = ..., return_lse: typing.Literal[False] = ..., dropout_p: float = ...,
 ) -> Tensor: ...  # fmt: skip
 @typing.overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
-    *, recipe: str = ..., return_lse: typing.Literal[True], dropout_p: float = ...,
+    *, recipe: RecipeOption = ..., return_lse: typing.Literal[True], dropout_p: float = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
-    *, recipe: str = AUTO, return_lse: bool = False, dropout_p: float = 0.0, **foreign,
+    *, recipe: RecipeOption = AUTO, return_lse: bool = False, dropout_p: float = 0.0, **foreign,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
     ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
@@ -246,7 +246,7 @@ def _key(tensors: tuple, options: tuple, module: str = "") -> tuple | None:
 
 def _run_of(tensors: tuple, options: tuple, key: tuple | None, module: str = "") -> _Run:
     """What computes a call with these tensors, the decision taken; its site goes to the report."""
-    check_requested(options[3])
+    check_recipe("sage_inductor.attention: recipe", options[3])
     exporting = torch.compiler.is_exporting()
     traced = exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED
     portable = exporting or traced and compat.virtualized.aot_compilation is True

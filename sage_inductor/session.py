@@ -4,9 +4,11 @@ import re
 import sys
 import types
 
-from sage_inductor.ops import compat, transport
+from sage_inductor.ops import compat
+from sage_inductor.ops.notes import NOTES
 
 _ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
+_NESTED = re.compile("nested.?tensor", re.I)
 
 
 class Seen:
@@ -38,7 +40,7 @@ class Seen:
             if id(each) not in known and call and _ATTENTION.search(call.line or ""):
                 found[f"attention at {call.filename}:{call.lineno}"] = each.reason
         for text in self._new_breaks():
-            if "nested" in text.lower() and text not in found.values():
+            if _NESTED.search(text) and text not in found.values():
                 found["attention to nested tensors"] = text
         return [
             f"{what} stays in eager: a graph breaks there ({text.strip().splitlines()[0]})"
@@ -75,6 +77,7 @@ class Session:
     def __init__(self):
         self.sites = []  # (graph, site), of report.py
         self.policies, self.modules = [], {}  # and the modules that call attention, by the rules
+        self.rules_of_files = {}  # of policy.py: what a file said first
         self.seen = Seen()
         self.stages: set[str] = set()  # that were in force
         self.runs, self.recorded = {}, set()  # of functional.py
@@ -90,7 +93,7 @@ def session() -> Session:
 def _begin() -> None:
     global _session
     _session = Session()
-    transport.CHOSEN.clear()
+    NOTES.clear()
 
 
 _begin()

@@ -7,6 +7,8 @@ import functools
 import json
 import logging
 import os
+import pydoc
+import re
 import subprocess
 import sys
 import textwrap
@@ -284,6 +286,29 @@ def test_what_users_type_can_be_listed_and_is_shown_in_few_words():
     assert repr(sage_inductor.Policy((Rule("off"),))) == "Policy([{'recipe': 'off'}])"
     with sage_inductor.stage(None):
         assert repr(sage_inductor.Schedule(edge=(5, 2))) == "Schedule(edge=(5, 2))"
+    model = torch.nn.Linear(1, 1)
+    for waiting, name in (
+        (sage_inductor.explain(model), "explain(Linear)"),
+        (sage_inductor.diagnose(model), "diagnose(Linear)"),
+        (sage_inductor.diagnose_training(model, loss=torch.mean), "diagnose_training(Linear)"),
+        (sage_inductor.explain(F.relu), "explain(relu)"),
+    ):
+        assert repr(waiting).startswith(
+            f"<function {name}, to be called with the model's arguments"
+        )
+
+
+def test_help_begins_with_what_is_public_and_what_each_setting_means():
+    shown = " ".join(pydoc.plain(pydoc.render_doc(sage_inductor)).split())
+    public = shown[: shown.index("PACKAGE CONTENTS")]
+    assert all(
+        re.search(rf"[:,] {name}\b", public) for name in dir(sage_inductor) if name[0] != "_"
+    )
+    shown = " ".join(pydoc.plain(pydoc.render_doc(config)).replace("|", " ").split())
+    methods = shown.index("Method resolution order")
+    places = [shown.index(f" {x.name}: {x.doc} (default: ") for x in options.SETTINGS.values()]
+    assert shown.index("class Config") < places[0] and places == sorted(places)
+    assert places[-1] < methods
 
 
 # -- backend="inductor" with the pass ----

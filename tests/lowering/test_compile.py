@@ -266,7 +266,7 @@ def in_threads(functions):
         try:
             together.wait()
             results[i] = functions[i]()
-        except BaseException as error:  # noqa: BLE001  (raised by the main thread)
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(functions))]
