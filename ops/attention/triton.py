@@ -21,7 +21,7 @@
   are not read: `Seen` (Visibility.tile_summary) tells from where to where a tile of queries reads.
 * Lists of blocks take the place of "from where to where": a tile of queries reads the tiles of keys
   that its block's two lists name, first the full blocks, which no band cuts, then the partial ones.
-* A row that sees nothing is 0, its lse -inf.
+* A row that sees nothing is 0, its lse -inf. large_scores.py says what is taken off large scores.
 * p's columns are reordered inside a thread (`reference.quantize.interleave`) instead of exchanged
   between threads; v_fp8 is stored in that order.
 

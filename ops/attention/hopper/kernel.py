@@ -11,6 +11,8 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
   causal (OWN) it has codes by one scale a row besides, which cost a multiplication a score: those
   are read from about a tile's first row on (_first_own), the others before it.
 * q of the next tile is loaded before o of this one is stored.
+* Scores are scaled in the exponential, by an fma. So those of a row with a large maximum are made
+  smaller before, by its `flatness` (../large_scores.py): 8 instructions of a thread's 500 a block.
 * With one warpgroup (short calls, windows) it is otherwise: several programs share an SM and hide
   each other's beginnings and ends. Each computes one tile, fetches k and v itself, and takes no
   turns.
