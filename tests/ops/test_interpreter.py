@@ -605,6 +605,14 @@ def test_what_prepares_the_row_scaled_backward_writes_what_the_emulation_does(sh
     check_preparation(q, k, v, grad, is_causal, 0.7 * shape[-1] ** -0.5)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_the_row_scaled_backward_takes_off_large_scores(is_causal):
+    q, k, v, grad = trained(1, 2, 1, 100, 100, 64)
+    _, kept = rowscaled.forward(q, k, v, is_causal, 2e4)
+    assert (kept.stats[1].abs() > 2**16).float().mean() > 0.9
+    check_preparation(q, k, v, grad, is_causal, 2e4)
+
+
 def check_preparation(q, k, v, grad, is_causal, scale):
     out, kept = rowscaled.forward(q, k, v, is_causal, scale)
     found = launch_prepare(grad, out, kept, scale, launch_traced)
