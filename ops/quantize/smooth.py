@@ -144,8 +144,8 @@ def launch_smooth(
     xs: list[Tensor], visible: Tensor | None, keep: int = 1, run: Callable = launch_traced
 ) -> tuple[Tensor, Tensor]:
     """One or two x [B, H, N, D] of one shape, any strides -> mean, amax, each [len(xs), B, H, D] in
-    fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. Of some,
-    amax is OF_HIDDEN times theirs. The first `keep` keep a mean that is noise."""
+    fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. With
+    `visible`, amax is OF_HIDDEN times theirs. The first `keep` keep a mean that is noise."""
     x0, x1, count = xs[0], xs[-1], len(xs)
     B, H, N, D = x0.shape
     D = int(D)  # a tile needs a number

@@ -154,8 +154,8 @@ def test_preparation_in_one_pass(runner, case):
     k, v, visible = kv(runner, **case)
     v, N = torch.cat([v, v[..., :8]], 3), k.shape[2]
     mean, amax = reference.estimate(v, visible)
-    # Of 300 rows the sample has 128. With a mask the scale is larger: of subnormals the interpreter
-    # knows nothing.
+    # The sample has 128 of 300 rows. With a mask the scale is larger: the interpreter truncates
+    # subnormals.
     large, beyond = (100, 100) if visible is None else (4, 0.1)
     beyond = 1.2 if N >= 300 else beyond
     v[0, -1, -1] = (mean + beyond * amax)[0, -1].to(v.dtype)
@@ -190,7 +190,7 @@ def test_preparation_in_one_pass(runner, case):
         check_codes(runner, codes, codes_ref, shown(visible, codes, N), r.rotated)
 
 
-# Of 300 rows a sample has 128, and not the last.
+# A sample has 128 of 300 rows, and not the last.
 @on(
     every(shape=[(2, 4, 2, 1, 300, 16)], masked=["batch", "heads"]),
     every(shape=LARGE[:2], masked=["heads"]),
