@@ -5,9 +5,12 @@
 #   make sweep    the same with every variant
 #   make touched  of `make test`, the tests that run what was changed since it last ran them
 #   make tritons  of that, the kernels with the oldest and the newest Triton
+#   make weights  the tests with torchao's, bitsandbytes' and GGUF's weights; `make sweep` has them
 #   make lint     ruff alone
 #   make gpu      the tests that need a GPU, with the current python and its torch; of a part alone:
 #                 make gpu PART=kernels, or front, timed, large; SWEEP=--sweep: every variant
+#   make comfyui COMFYUI="FOLDER ..."  the tests of the nodes in these checkouts of ComfyUI, with the
+#                 current python, which has what their requirements.txt ask for
 #
 # TORCH=2.15.0 beside a target takes that release, as its index has it (with CUDA, 6 GB), and the
 # Triton and setuptools it asks for, in an environment of its own: .venv-2.15.0.
@@ -21,7 +24,7 @@ PINS := $(VENV)/constraints.txt
 TRITONS := 3.6.0 3.9.0
 BESIDE := $(VENV)/tritons
 
-.PHONY: demo test sweep touched interpreter tritons lint gpu
+.PHONY: demo test sweep touched interpreter tritons weights lint gpu comfyui
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -37,7 +40,7 @@ PYTEST := $(BIN)/python -m pytest -v -n auto --dist loadgroup --show-capture=std
 unexport PYTHONDONTWRITEBYTECODE
 
 # Pages are tried in a browser where there is one: without it pytest counts those tests as deselected.
-WITHOUT := not gpu and not interpreter$(if $(shell command -v chromium), , and not browser)
+WITHOUT := not gpu and not interpreter and not weights$(if $(shell command -v chromium), , and not browser)
 
 # What draws variants: one seed for all runs of a `make`, which pytest prints.
 SEED ?= $(shell $(PYTHON) -c "import random; print(random.randrange(10_000))")
@@ -58,7 +61,7 @@ interpreter: $(INSTALLED)
 	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) -m interpreter $(INTERPRETED)
 
 sweep: export SWEEP := --sweep
-sweep: test
+sweep: test weights
 
 # testmon notes in .testmondata which functions each test runs. The first run is of all tests, and
 # each takes about twice as long. A test that failed runs again.
@@ -86,9 +89,28 @@ $(BESIDE)/%/.installed: $(PINS)
 	$(PIP) --no-deps --upgrade --target $(@D) triton==$*
 	touch $@
 
+# Apart from the others: while torchao is installed, diffusers imports it, too, which takes seconds
+# in each process. 47 MB are fetched.
+WEIGHTS := $(VENV)/weights
+weights: $(WEIGHTS)/.installed $(INSTALLED)
+	PYTHONPATH=$(CURDIR)/$(WEIGHTS) $(PYTEST) -n 0 -m "weights and not gpu" $(SWEEP) \
+		tests/front/test_quantized_weights.py
+	PYTHONPATH=$(CURDIR)/$(WEIGHTS) $(PYTEST) -n 0 tests/front/test_docs.py -k quantized-weights
+
+$(WEIGHTS)/.installed: $(PINS)
+	$(PIP) -c $(PINS) --no-deps --upgrade --target $(@D) bitsandbytes gguf torchao
+	touch $@
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# A process for each: ComfyUI reads its arguments once, when it is imported.
+comfyui:
+	$(if $(COMFYUI),,$(error COMFYUI: folders of ComfyUI, got none))
+	@for folder in $(COMFYUI); do echo "$$folder"; \
+		COMFYUI=$$folder $(PYTHON) -m pytest -q -n 0 tests/front/test_comfyui_nodes.py || exit 1; \
+	done
 
 # Part after part, in as many processes as the GPU holds (JOBS=n: in n): GIB each, which is what
 # the largest tests take. What compares times has the GPU to itself.

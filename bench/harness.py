@@ -155,7 +155,7 @@ def describe(device: torch.device) -> dict:
 def installed() -> dict[str, str]:
     """The versions of what is measured, and of what it stands on."""
     # Not above: bench/compare.py first says which checkout the library comes from.
-    from sage_inductor.ops.recipe import source_tag
+    from sage_inductor.ops.sources import source_tag
 
     cudnn = torch.backends.cudnn.version()
     return {

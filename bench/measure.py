@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -245,6 +246,16 @@ def burst(run, repeats: int) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / repeats
+
+
+def wall(synchronize: Callable, call: Callable, repeats: int) -> float:
+    """Wall-clock ms per call, the host's share included."""
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize()
+    return (time.perf_counter() - begin) / repeats * 1e3
 
 
 def summary(times: list[float]) -> dict[str, float]:

@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sage_inductor
 from bench import blocks, harness
 from bench.blocks import MODELS, Model, first
-from bench.measure import SEES, Provider, Runner, draw_sets, in_turns, interleave, summary
+from bench.measure import SEES, Provider, Runner, draw_sets, in_turns, interleave, summary, wall
 from bench.model import Wrong, backends, check, sites
 from bench.providers import EAGER
 from bench.tables import groups, markdown, show
@@ -415,16 +415,6 @@ class Launched:
 
     def __init__(self, provider: Provider, sets):
         self.output = lambda: provider.call(*sets[0])
-
-
-def wall(synchronize: Callable, call: Callable, repeats: int) -> float:
-    """Wall-clock ms per call, the host's share included."""
-    synchronize()
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    synchronize()
-    return (time.perf_counter() - begin) / repeats * 1e3
 
 
 # -- the tables ----

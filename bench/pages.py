@@ -17,6 +17,7 @@ import re
 import sys
 import textwrap
 import types
+import typing
 from collections.abc import Callable, Collection
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from bench import (
     accuracy,
     attention,
     curves,
+    decoding,
     figures,
     fusion,
     harness,
@@ -53,7 +55,7 @@ ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
-    "sparse", "linear", "lists", "selected", "whole",
+    "sparse", "linear", "lists", "selected", "whole", "beside", "decoding",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -244,18 +246,11 @@ def accuracy_in_short(gpus: dict[str, dict]) -> str:
 # -- tables of the library ----
 
 
+# What each is for, and its public names.
 TASKS = {
-    "Compile": ("sage_backend", "explain"),
-    "See what was rewritten": ("report", "Report"),
-    "Call attention": ("attention", "gather_attention", "register"),
-    "Measure the error": ("diagnose", "diagnosing", "Diagnosis"),
-    "Choose by module, layer or step": (
-        "Policy", "Rule", "CallDescription", "stage", "Schedule",
-    ),
-    "Train": ("diagnose_training", "TrainingDiagnosis"),
-    "Export": ("aoti_compile_and_package", "rewrite"),
-    "Errors": ("SageOptionError", "SageRefused"),
-}  # fmt: skip
+    task: names.split(", ")
+    for task, names in re.findall(r"^    (.+): (.+)$", sage_inductor.__doc__, re.M)
+}
 
 
 def api(gpus: dict[str, dict]) -> str:
@@ -268,8 +263,12 @@ def api(gpus: dict[str, dict]) -> str:
 
 def entry_of(name: str) -> list[str]:
     entry = getattr(sage_inductor, name)
+    if isinstance(entry, tuple) or typing.get_origin(entry):
+        value = textwrap.fill(repr(entry).removeprefix("typing."), 100)
+        return [f"### {name}\n\n```text\n{value}\n```\n"]
     if inspect.isfunction(entry):
         return [f"### {name}\n\n```text\n{signature(entry)}\n```\n\n{described(entry)}\n"]
+    entry = entry if isinstance(entry, type) else type(entry)
     shown = f"```text\n{constructor(entry)}\n```\n\n" if is_dataclass(entry) else ""
     methods = [
         f"* `{key}{'()' * (not isinstance(member, property))}`: {described(member)}"
@@ -339,8 +338,10 @@ TABLES = {
     "accuracy": sections(ACCURACY, accuracy_section),
     "api": api,
     "backward": of("backward", training.table),
+    "beside": of("beside", models.beside_table),
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, trained_section),
+    "decoding": of("decoding", decoding.table),
     "host": of("parallel-host", parallel.table),
     "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),
     "linear": of("linear", linear.table),

@@ -3,7 +3,8 @@
 What an op makes and launches follows from the sizes, strides and dtypes of its tensors and from its
 numbers. So a call runs as in eager mode until one like it comes again. That one is noted, by the
 op's own Python on tensors without memory, and from then on replay.cpp does what is noted. A tensor
-at an address that is no multiple of 16 has other kernels, and stays with Python.
+at an address that is no multiple of 16 has other kernels, and stays with Python. So do all calls
+while somebody hooks Triton's launches, as its profiler does.
 
 replay.cpp is compiled once on a machine, by the compiler with which Triton builds its launchers,
 while the first calls run. Where that fails all calls run in Python: slower, and the same.
@@ -15,7 +16,6 @@ import ctypes
 import functools
 import hashlib
 import itertools
-import logging
 import sysconfig
 import tempfile
 import threading
@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 
 from sage_inductor.lowering.package import HEADER, launched_as
 from sage_inductor.ops import gpus
@@ -40,11 +41,13 @@ from sage_inductor.ops.compat import (
     triton_build,
 )
 from sage_inductor.ops.compile import FP_FUSION, describe
+from sage_inductor.ops.notes import lost
 from sage_inductor.ops.register import LAUNCHES
 
-_log = logging.getLogger("sage_inductor")
 SOURCE = Path(__file__).with_name("replay.cpp")
 DEVICE = "cuda"
+# 315 us instead of 59 on an H200's host.
+BY_PYTHON = "Python submits calls, 5 times as slowly as C++ would"
 
 
 class Replay:
@@ -59,7 +62,7 @@ class Replay:
 
     def __call__(self, *args):
         library = self.library or self._ready(args)
-        if not library:
+        if not library or _hooked():
             return self.op(*args)
         tensors = [args[i] for i in self.positions]
         found = library.run(self.site, handles_of(tensors), args)
@@ -81,6 +84,7 @@ class Replay:
         if not built.done():
             return False
         if built.exception():
+            lost(BY_PYTHON, why_python(), warn=True)
             self.library = False
         else:
             self.site = built.result().site()
@@ -96,9 +100,14 @@ class Replay:
             noted = note(LAUNCHES[self.op].launch, given, gpu, _compiled)
             self.kernels.update(noted.kernels)
             library.note(self.site, handles_of(tensors), args, noted.plan, noted.names)
-        except Exception as error:  # a kernel that is called in another way
-            _log.debug("%s is not replayed: %s", self.op, error)
+        except Exception as error:  # noqa: BLE001  (a kernel that is called in another way, say)
+            lost(f"{BY_PYTHON}: {self.op}", error, warn=True)
             self.library = False
+
+
+def _hooked() -> bool:
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(each, "calls", each) for each in hooks)
 
 
 # -- what is noted ----
@@ -242,9 +251,16 @@ def library() -> concurrent.futures.Future:
 def _build(future: concurrent.futures.Future) -> None:
     try:
         future.set_result(_load())
-    except BaseException as error:
-        _log.debug("opaque ops are submitted by Python: replay.cpp did not compile: %s", error)
+    except Exception as error:  # noqa: BLE001  (the compiler's, the loader's: why_python says it)
         future.set_exception(error)
+
+
+def why_python() -> str:
+    """Why replay.cpp is not there; nothing where it is. Waits for its compilation."""
+    if handles_of is None:
+        return f"torch {torch.__version__} does not let C++ take tensors"
+    error = library().exception()
+    return f"replay.cpp did not compile, set CC to a C++ compiler ({error})" if error else ""
 
 
 def _load():

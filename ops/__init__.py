@@ -4,5 +4,4 @@
 from sage_inductor.ops import compat, gather, lse, selector  # noqa: F401
 from sage_inductor.ops.training import rowscaled, sagebwd  # noqa: F401
 
-if compat.register_sharding is not None:
-    from sage_inductor.ops import sharding  # noqa: F401
+compat.after_import("torch.distributed.tensor", "sage_inductor.ops.sharding")

@@ -1,15 +1,17 @@
 """Private and experimental names of torch and Triton. Each is taken here and nowhere else.
 
 A row says where a name is (the first place that exists is taken), in which versions it was seen,
-and what happens without it. A name that has no row with ``optional`` is needed: importing this
-package raises an ImportError that quotes the row. An optional one is None where it is missing, and
-who uses it says what is lost. tests/ops/test_compat.py walks the rows on the torch that is there.
+and what happens without it. A name is looked up when it is first asked for: `import sage_inductor`
+loads neither torch's compiler nor DTensor. Without ``optional`` a name is needed: an ImportError
+quotes the row. An optional one is None where it is missing, and who uses it says what is lost.
+tests/ops/test_compat.py walks the rows on the torch that is there.
 """
 
 import contextlib
-import dataclasses
-import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,29 +24,28 @@ except ImportError as error:
     ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Private:
+class Private(NamedTuple):
     """One name of another library that its authors may move."""
 
     places: tuple[str, ...]  # "module" or "module:attribute.attribute"
     seen: str  # the versions of torch or Triton in which a test or a run used it
     without: str
-    value: object  # None: missing
+    optional: bool
+
+    def value(self):
+        found = next((x for place in self.places if (x := _find(place)) is not None), None)
+        if found is None and not self.optional:
+            raise ImportError(
+                f"sage_inductor: this torch ({torch.__version__}) has none of "
+                f"{', '.join(self.places)} (seen in {self.seen}). Without it {self.without}"
+            )
+        return found
 
 
-TABLE: list[Private] = []
-
-
-def _take(*places: str, without: str, seen: str = "", optional: bool = False):
+def _take(*places: str, without: str, seen: str = "", optional: bool = False) -> Any:
+    """A row, in the place of what `__getattr__` finds by it."""
     seen = seen or (TRITON if places[0].startswith("triton") else TORCH)
-    value = next((found for place in places if (found := _find(place)) is not None), None)
-    if value is None and not optional:
-        raise ImportError(
-            f"sage_inductor: this torch ({torch.__version__}) has none of {', '.join(places)} "
-            f"(seen in {seen}). Without it {without}"
-        )
-    TABLE.append(Private(places, seen, without, value))
-    return value
+    return Private(places, seen, without, optional)
 
 
 def _find(place: str):
@@ -168,6 +169,8 @@ FunctionalTensor = _take("torch._subclasses.functional_tensor:FunctionalTensor",
     without="sage_inductor.attention stays SDPA under other backends")
 OpOverload = _take("torch._ops:OpOverload", without="an aten op is not recognised")
 OpOverloadPacket = _take("torch._ops:OpOverloadPacket", without="as OpOverload")
+set_wrap_triton_enabled = _take("torch._library.triton:set_wrap_triton_enabled",
+    without="eager kernels are launched by way of an op of higher order, which takes 1 ms")
 HigherOrderOperator = _take("torch._ops:HigherOrderOperator",
     without="flex_attention is not recognised")
 
@@ -250,6 +253,48 @@ load_module = _take("triton.runtime.build:_load_module_from_path",
     without="as handles_of", optional=True)
 cuda_library_dirs = _take("triton.backends.nvidia.driver:library_dirs",
     without="as handles_of", optional=True)
+
+# fmt: on
+
+TABLE = {name: row for name, row in globals().items() if isinstance(row, Private)}
+for _name in TABLE:
+    del globals()[_name]
+
+
+def __getattr__(name: str):
+    if name not in TABLE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault(name, TABLE[name].value())
+
+
+class _After:
+    """A finder of modules that finds none."""
+
+    def __init__(self, theirs: str, ours: str):
+        self.theirs, self.ours = theirs, ours
+
+    def find_spec(self, name: str, path=None, target=None):
+        if name != self.theirs:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_both(module):
+            load(module)
+            importlib.import_module(self.ours)
+
+        spec.loader.exec_module = load_both
+        return spec
+
+
+def after_import(theirs: str, ours: str) -> None:
+    """Import our module, which tells theirs of our ops, once somebody imports theirs. We do not:
+    it takes seconds, and few programs need it."""
+    if theirs in sys.modules:
+        importlib.import_module(ours)
+    else:
+        sys.meta_path.insert(0, _After(theirs, ours))
 
 
 @contextlib.contextmanager

@@ -6,12 +6,10 @@ import dataclasses
 import functools
 import hashlib
 import importlib
-import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import triton
@@ -19,8 +17,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from sage_inductor.ops import compat, gpus
-
-_log = logging.getLogger("sage_inductor")
+from sage_inductor.ops.notes import lost
 
 # Asked for at every launch: Triton 3.9 warns where nothing is said, and 3.10 will say no. Without
 # it the Hopper kernel's loop grows from 496 to 637 instructions, and roundings change.
@@ -60,13 +57,9 @@ class Compilation:
     @functools.cached_property
     def digest(self) -> str:
         of = (
-            self.kernel.__module__,
-            self.kernel.__name__,
-            self.types,
-            self.constants,
-            self.aligned,
+            self.kernel.__module__, self.kernel.__name__, self.types, self.constants, self.aligned,
             self.options,
-        )
+        )  # fmt: skip
         return hashlib.sha256(repr(of).encode()).hexdigest()[:12]
 
     def compile(self, capability: tuple[int, int]):
@@ -183,13 +176,16 @@ def compile_elsewhere(
                 _jobs[key] = place, job
                 job.add_done_callback(functools.partial(_say_why, each.kernel.__name__))
             jobs[key] = _jobs[key][1]
-    except Exception as error:  # a dtype that is not known, a process that died, a daemon
-        _log.debug("kernels compile where they are launched: %s", error)
+    except Exception as error:  # noqa: BLE001  (a dtype not known, a process that died, a daemon)
+        lost("kernels compile where they are launched", error)
     return list(jobs.values())
 
 
 def _pool():
-    """Inductor's processes, which may be about to start; None where it is to have none."""
+    """Inductor's processes, which may be about to start; None where it is to have none, or where
+    this torch does not name them."""
+    if compat.AsyncCompile is None:
+        return None
     try:
         compat.AsyncCompile.wait_pool_ready(0)
     except concurrent.futures.TimeoutError:
@@ -200,7 +196,7 @@ def _pool():
 
 def _say_why(name: str, job: concurrent.futures.Future) -> None:
     if not job.cancelled() and (error := job.exception()):
-        _log.debug("%s is left to its launch: %s", name, error)
+        lost(f"{name} compiles where it is launched", error)
 
 
 def await_compiled(launch: Launch, device: torch.device) -> None:
@@ -222,10 +218,10 @@ def await_compiled(launch: Launch, device: torch.device) -> None:
         if not cache.get_group(group):
             cache.put_group(group, files)
     except concurrent.futures.TimeoutError:
-        _log.debug("%s was not compiled in %g s", launch.kernel.__name__, PATIENCE)
+        lost(f"{launch.kernel.__name__} compiles where it is launched", f"not in {PATIENCE:g} s")
         _jobs.clear()
-    except Exception as error:  # _say_why said it
-        _log.debug("%s compiles where it is launched: %s", launch.kernel.__name__, error)
+    except Exception as error:  # noqa: BLE001  (what the other process, or its cache, failed by)
+        lost(f"{launch.kernel.__name__} compiles where it is launched", error)
 
 
 class _Elsewhere:
@@ -255,15 +251,15 @@ def _warm_up(
     depends on whether the functions that it calls had theirs before (Triton 3.7,
     DependenciesFinder._update_hash)."""
     kernel = getattr(importlib.import_module(module), name)
-    assert kernel.cache_key  # sets more than that
-    kernel.hash = key
+    if kernel.cache_key != key:  # to ask sets more than that
+        kernel.hash = key
     try:
         before = driver.active
     except RuntimeError:  # there is no GPU
         before = None
-    of_ptxas = {"TRITON_PTXAS_PATH": ptxas, "TRITON_MOCK_PTX_VERSION": version}
-    with knobs.cache.scope(), mock.patch.dict(os.environ, of_ptxas):
+    with knobs.cache.scope(), knobs.nvidia.scope():
         knobs.cache.dir = folder
+        knobs.nvidia.ptxas, knobs.nvidia.mock_ptx_version = ptxas, version
         compat.ptxas_version.cache_clear()
         driver.set_active(_Elsewhere(capability))
         try:

@@ -157,7 +157,10 @@ def _facts(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths, 
     try:
         _check(q, k, v, group, is_causal, scale, recipe, lengths, way)
     except (TypeError, ValueError) as error:
-        return {"error": str(error)[: FACTS // 2]}
+        said = str(error)[:FACTS]
+        while len(json.dumps({"error": said})) > FACTS:  # a character may take 12 bytes of JSON
+            said = said[:-1]
+        return {"error": said}
     return {
         "length": k.shape[2], "batch": q.shape[0], "heads": q.shape[1],
         "heads of k": k.shape[1], "head_dim": q.shape[3], "head_dim of v": v.shape[3],
@@ -219,6 +222,7 @@ def _exchanged(facts: dict, device: torch.device, group) -> list[int]:
 
 def _check(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths, way: str) -> None:
     check(SdpaCall.of(q, k, v, scale, recipe))
+    decoded = decode(recipe)  # what is none may have any length
     N_q, N_r, P, rank = q.shape[2], k.shape[2], group.size(), group.rank()
     if is_causal and N_q != N_r:
         raise ValueError(f"is_causal needs as many queries as keys, got {N_q} and {N_r}")
@@ -228,7 +232,7 @@ def _check(q, k, v, group, is_causal: bool, scale: float, recipe: str, lengths, 
             f"got {list(lengths)}"
         )
     if way:
-        transfer = transport.Transfer.of(q, k, v, (N_r,) * P, is_causal, decode(recipe))
+        transfer = transport.Transfer.of(q, k, v, (N_r,) * P, is_causal, decoded)
         if reason := transfer.why_not(way):
             raise ValueError(reason)
 

@@ -19,10 +19,10 @@ import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
-from sage_inductor.ops.compat import gdc_wait, launch_options
+from sage_inductor.ops import compat
 from sage_inductor.ops.compile import FP_FUSION, Launch, await_compiled
 
-HAS_PDL = gdc_wait is not None
+HAS_PDL = compat.gdc_wait is not None
 
 
 def fix_head_dims(*tensors: Tensor) -> None:
@@ -33,18 +33,22 @@ def fix_head_dims(*tensors: Tensor) -> None:
         int(x.shape[-1])
 
 
-_noting = threading.local()
+class _Noting(threading.local):
+    launches: list[Launch] | None = None
+
+
+_noting = _Noting()
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Launch]]:
     """Inside, this thread launches nothing: the list gets what it would launch. Outputs keep what
-    was in memory."""
-    _noting.launches = launches = []
+    was in memory. In a `noted` within another the inner list alone gets it."""
+    before, _noting.launches = _noting.launches, []
     try:
-        yield launches
+        yield _noting.launches
     finally:
-        del _noting.launches
+        _noting.launches = before
 
 
 def _note(kernel: triton.JITFunction, grid: tuple, arguments: tuple, options: dict) -> None:
@@ -61,8 +65,8 @@ def _like(x):
 def launch_traced(
     kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
 ) -> None:
-    fp_fusion = FP_FUSION if launch_options is not None else {}
-    if hasattr(_noting, "launches"):
+    fp_fusion = FP_FUSION if compat.launch_options is not None else {}
+    if _noting.launches is not None:
         return _note(kernel, grid, (*tensors, *numbers), options | fp_fusion)
     # On the tensors' device; on a machine without a GPU they are fake, and there is none to set.
     is_there = torch.cuda.is_initialized()
@@ -78,7 +82,7 @@ def launch_cached(
     Triton's look-up takes 20 of the 36 us of a launch with 36 arguments (an H200's host, 3.6). It
     is done once for what differs in addresses alone, if all are aligned.
     """
-    if hasattr(_noting, "launches"):
+    if _noting.launches is not None:
         return _note(kernel, grid, (*tensors, *numbers), options | FP_FUSION)
     addresses, dtypes = 0, []
     for x in tensors:

@@ -90,14 +90,14 @@ class PeerMemory:
                 self._read = stream.record_event()
 
 
-NEEDED = compat.symmetric_empty, compat.symmetric_rendezvous, compat.foreach_copy
 _known: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
 def of(group, device: torch.device) -> PeerMemory | None:
     """None if a rank does not map the memory of all. Every rank has to ask: the first time they
     tell each other which GPUs they have."""
-    if group.size() == 1 or device.type != "cuda" or None in NEEDED:
+    needed = compat.symmetric_empty, compat.symmetric_rendezvous, compat.foreach_copy
+    if group.size() == 1 or device.type != "cuda" or None in needed:
         return None
     if group not in _known:
         if captures(device):

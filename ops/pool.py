@@ -14,15 +14,15 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op
 
 from sage_inductor.ops.launch import doubled, launch_traced
+from sage_inductor.ops.register import triton_op
 
 CHUNK = 512  # scores in the registers of one warp
 _SIGN, _ALL = tl.constexpr(1 << 31), tl.constexpr((1 << 32) - 1)
 
 
-@triton_op("sage::pool_blocks", mutates_args=())
+@triton_op
 def pool_blocks(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
     """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] in fp32 is taken off ->
     mean [B, H, M, D] and alike [B, H, M] of each `block` tokens, in fp32."""
@@ -103,7 +103,7 @@ def pool_warps(block_d: int) -> int:
     return max(2, block_d // 64)
 
 
-@triton_op("sage::largest", mutates_args=())
+@triton_op
 def largest(scores: Tensor, counts: Tensor) -> Tensor:
     """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32.
 

@@ -2,7 +2,6 @@
 processes (compile.py), as what is noted of the ops' own Python on tensors without memory."""
 
 import functools
-import logging
 import threading
 from collections.abc import Callable
 
@@ -13,8 +12,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.compile import compile_elsewhere
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.launch import launch_cached, noted
-
-_log = logging.getLogger("sage_inductor")
+from sage_inductor.ops.notes import lost
 
 
 def when_traced(op: compat.OpOverload, launch: Callable) -> None:
@@ -65,6 +63,6 @@ def _launch(device: torch.device, launch: Callable, names: tuple, values: tuple)
     with noted() as launches:
         try:
             launch(given, launch_cached, gpu)
-        except Exception as error:  # of operands that are copied; of others the call says the same
-            _log.debug("what the call launches is compiled then: %s", error)
+        except Exception as error:  # noqa: BLE001  (operands that are copied; else the call says it)
+            lost("what a call launches compiles then", error)
     compile_elsewhere(launches, gpu.capability)

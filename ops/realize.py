@@ -7,8 +7,6 @@ get a copy of its own, from one kernel that writes the same numbers two or three
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.compat import register_lowering
-
 
 @torch.library.custom_op("sage::stored", mutates_args=())
 def stored(x: Tensor) -> Tensor:
@@ -23,9 +21,3 @@ def stored(x: Tensor) -> Tensor:
 @stored.register_fake
 def _(x):
     return x.new_empty_strided(x.shape, x.stride())
-
-
-@register_lowering(torch.ops.sage.stored.default, type_promotion_kind=None)
-def _(x):
-    x.realize()
-    return x

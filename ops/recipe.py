@@ -11,32 +11,15 @@ is again what today's library would have made.
 
 import dataclasses
 import functools
-import hashlib
 import re
-from collections.abc import Iterable
-from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from sage_inductor.ops.formats import GRANULARITIES, PV, QK, Format, Granularity
+from sage_inductor.ops.sources import source_tag
 
-VERSION = "0.2.0"
 # Goes up by one when a string, or an argument of sage::sdpa and sage::prepare, comes to mean
 # something else: numbers, formats, what is prepared. tests/ops/test_ops.py holds what they say.
 MEANING = 2
-
-
-def hash_of(places: Iterable[Path]) -> str:
-    """Of all sources that these are, or that lie in them, and of the tables."""
-    found = {file for place in places for file in (place, *place.rglob("*"))}
-    files = (file for file in found if file.suffix in (".py", ".h", ".json"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
-
-
-@functools.cache
-def source_tag() -> str:
-    """``version+hash`` of the sources that decide what a recipe means."""
-    ops = Path(__file__).parent
-    return f"{VERSION}+{hash_of((ops, ops.parent / 'lowering'))[:8]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +140,12 @@ TABLE = {
     # No rank: it was timed on no device.
     "sage3": Row(Recipe("per_16", "nvfp4", qk="nvfp4"), 0.4),
 }
+# The names in TABLE, for type checkers.
+RecipeName = Literal[
+    "sage1", "sage2-8b", "sage2-8b-per-token", "sage2-8b-rotated", "sage2-8b-fp8qk", "sage2-4b",
+    "sage1-per-token", "sage1-rotated", "sage3",
+]  # fmt: skip
+RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 NAMED = {name: row.recipe for name, row in TABLE.items()}
 ALIASES = {row.old_name: name for name, row in TABLE.items() if row.old_name}
 BY_SPEED = tuple(

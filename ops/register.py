@@ -50,6 +50,23 @@ def opaque(
     return op
 
 
+def triton_op(function: Callable):
+    """The op of the function's name and schema, which Inductor sees as the Triton kernels that it
+    wraps. torch.library's own imports Inductor, to look for these kernels in the function's source:
+    their text becomes part of a cache's key. Our recipes already name the sources."""
+
+    def untraced(*args):
+        with compat.set_wrap_triton_enabled(False):
+            return function(*args)
+
+    schema = torch.library.infer_schema(function, mutates_args=())
+    name = f"sage::{function.__name__.strip('_')}"
+    op = torch.library.custom_op(name, untraced, mutates_args=(), schema=schema)
+    op.register_fake(function)
+    opens(op, function)
+    return op
+
+
 def launches(
     op: compat.OpOverload, launch: Callable, in_packages: bool = True, ahead: bool = True
 ) -> None:

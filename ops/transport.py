@@ -20,6 +20,7 @@ from torch import Tensor
 from sage_inductor.ops import compat, peers
 from sage_inductor.ops.exchange import ALIGN, all_gather
 from sage_inductor.ops.gpus import captures
+from sage_inductor.ops.notes import NOTES
 from sage_inductor.ops.recipe import Recipe
 
 WAYS = {  # as reports say it
@@ -157,11 +158,9 @@ def choose(transfer: Transfer, group, device: torch.device) -> str:
     best = min(times, key=times.__getitem__)
     by_peers[best] = by_peers[best] and memory.reserve(transfer.written(best))
     how = "written to the GPUs' memory" if by_peers[best] else "by collectives"
-    CHOSEN[(len(transfer.lengths), *transfer[1:])] = _line(transfer, best, how, times)
+    # By call but for its lengths.
+    NOTES[(len(transfer.lengths), *transfer[1:])] = _line(transfer, best, how, times)
     return best
-
-
-CHOSEN: dict[tuple, str] = {}  # by call but for its lengths: which way, for the report
 
 
 def _line(transfer: Transfer, best: str, how: str, times: dict[str, float]) -> str:
@@ -243,5 +242,6 @@ def _clock(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _synchronize(device: torch.device) -> None:
+    """Not with other streams, where another group's sends and receives may wait for this rank."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()

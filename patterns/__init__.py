@@ -50,7 +50,7 @@ def rewrite(
     for module in graph_modules(gm):
         requested = ours.as_sdpa(module.graph)
         found = _rewrite_graph(module.graph, requested, decide, put or replaced)
-        if requested or any(site.rewritten for site in found):
+        if requested or any(site.rewritten or site.decision.unrepeats for site in found):
             module.recompile()
         sites += found
     return sites
@@ -110,5 +110,7 @@ def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site |
         put(call, site)
         index.settle()
     else:
+        if decision.unrepeats:
+            sdpa.unrepeat(call)
         call.node.meta["sage"] = "kept"
     return site

@@ -82,6 +82,7 @@ class Call:
     sink: Node | None = None  # [B, H_q, N_q, 1]: a score more in each row, of a value of 0
     lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
     selection: Selection | None = None  # which blocks of keys are kept, where that is asked for
+    repeated: int = 1  # k and v are nodes whose heads the graph repeats so often for SDPA
 
     @property
     def block_size(self) -> tuple[int, int] | None:
@@ -98,6 +99,7 @@ class Decision(NamedTuple):
     selection: Selection | None = None  # the blocks of keys that are kept; None: all
     trained_by: str | None = None  # what computes forward and backward together: a name in OPS
     times: tuple[float, float] | None = None  # ms of the fastest recipe and of SDPA, if compared
+    unrepeats: bool = False  # stays SDPA, which takes the heads of k and v before their repeats
 
     @property
     def name(self) -> str | None:

@@ -41,7 +41,7 @@ class Cause:
     text: str
     remedy: str
     short: str | None = None  # the text in few words, of the same fields; None: all of it
-    requested: bool = False  # by the user: the call stays as it was on purpose
+    requested: bool = False  # stays on purpose: no warning, no remedy, nothing for sage.strict
 
     def __call__(self, *given) -> Reason:
         return self.worded(self.text.format(*given), *given)
@@ -118,6 +118,9 @@ FLEX_WINDOW = Cause(
 NOT_MEASURABLE = Cause("no known gain: {} was not measured on {}: {}",
     'see the error in the reason; sage.mode="max-autotune-no-cudagraphs" times each call while '
     'compiling', "measuring it failed")
+UNREPEATED = Cause("SDPA, heads not repeated: {} of k and v for {} of q; {}",
+    "nothing to do: SDPA computes the same in less time", "SDPA, heads not repeated",
+    requested=True)
 LISTS_UNMEASURED = Cause("no known gain: {} by block lists was not measured{}",
     "set options={'sage.force': True}; make a causal or window BlockMask inside the compiled "
     "function")

@@ -48,7 +48,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     (k, G), (v, G_v) = kv_source(call.k, index), kv_source(call.v, index)
     of_q, of_k = (getattr(value_of(x), "shape", ())[-3:-2] for x in (call.q, call.k))
     if G == G_v > 1 and not call.enable_gqa and equal(of_q, of_k):  # else q's are broadcast
-        call.k, call.v, call.enable_gqa = k, v, True
+        call.k, call.v, call.enable_gqa, call.repeated = k, v, True, G
     if getattr(call.out, "dim", int)() == 3:  # [H, N, D]
         unsqueeze, squeeze = torch.ops.aten.unsqueeze.default, torch.ops.aten.squeeze.dim
         call.q, call.k, call.v = (call.emit(unsqueeze, x, 0) for x in (call.q, call.k, call.v))
@@ -56,6 +56,21 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         call.finish = lambda out: call.emit(squeeze, out, 0)
     broadcast_heads(call)
     return call
+
+
+def unrepeat(call: Call) -> None:
+    """SDPA without the repeats of k's and v's heads, which its enable_gqa makes up for.
+
+    before:  k = keys[:, :, None].expand(B, H, G, N, D).reshape(B, H * G, N, D); v alike
+             out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    after:   out = scaled_dot_product_attention(q, keys, values, mask, 0.0, False, scale=None,
+                                                enable_gqa=True)
+    """
+    given = _arguments(*call.node.args, **call.node.kwargs)
+    given |= {"key": call.k, "value": call.v, "enable_gqa": True}
+    *args, scale, enable_gqa = given.values()
+    call.node.args = tuple(args)
+    call.node.kwargs = {"scale": scale, "enable_gqa": enable_gqa}
 
 
 def _arguments(

@@ -1,52 +1,107 @@
-"""Quantized attention as a torch.compile backend: ``torch.compile(model, backend="sage")``."""
+"""Quantized attention as a torch.compile backend: ``torch.compile(model, backend="sage")``.
 
+The public names by task. Modules and what else they hold are private: they change without notice.
+
+    Compile: sage_backend, explain
+    See what was rewritten: report, Report
+    Call attention: attention, gather_attention, register
+    Measure the error: diagnose, diagnosing, Diagnosis
+    Choose by module, layer or step: Policy, Rule, CallDescription, stage, Schedule
+    Set and name: config, Options, RECIPES, RecipeName, RecipeOption
+    Train: diagnose_training, TrainingDiagnosis
+    Export: aoti_compile_and_package, rewrite
+    Errors: SageOptionError, SageRefused
+"""
+
+import importlib
+import sys
+import types
 from typing import TYPE_CHECKING
 
-from sage_inductor import inductor_pass as _inductor_pass  # noqa: F401  (follows the config)
-from sage_inductor.backend import explain, sage_backend
-from sage_inductor.diagnose import Diagnosis, diagnose, diagnosing
-from sage_inductor.errors import SageOptionError, SageRefused
-from sage_inductor.export import aoti_compile_and_package, rewrite
-from sage_inductor.functional import attention
-from sage_inductor.gradient_noise import TrainingDiagnosis, diagnose_training
-from sage_inductor.integrations import register
-from sage_inductor.ops.recipe import VERSION as __version__
-from sage_inductor.parallel import gather_attention
-from sage_inductor.policy import CallDescription, Policy, Rule
-from sage_inductor.report import Report, report
-from sage_inductor.stages import Schedule, stage
-
-if TYPE_CHECKING:  # to them it is the module that the object stands in the place of
+if TYPE_CHECKING:
+    from sage_inductor.backend import explain, sage_backend
     from sage_inductor.config import config
-else:
-    from sage_inductor import config
+    from sage_inductor.diagnose import Diagnosis, diagnose, diagnosing
+    from sage_inductor.errors import SageOptionError, SageRefused
+    from sage_inductor.export import aoti_compile_and_package, rewrite
+    from sage_inductor.functional import attention
+    from sage_inductor.gradient_noise import TrainingDiagnosis, diagnose_training
+    from sage_inductor.integrations import register
+    from sage_inductor.names import RecipeOption
+    from sage_inductor.ops.recipe import RECIPES, RecipeName
+    from sage_inductor.ops.sources import __version__
+    from sage_inductor.options import Options
+    from sage_inductor.parallel import gather_attention
+    from sage_inductor.policy import CallDescription, Policy, Rule
+    from sage_inductor.report import Report, report
+    from sage_inductor.stages import Schedule, stage
 
 __all__ = [
-    "CallDescription",
-    "Diagnosis",
-    "Policy",
-    "Report",
-    "Rule",
-    "SageOptionError",
-    "SageRefused",
-    "Schedule",
-    "TrainingDiagnosis",
-    "__version__",
-    "aoti_compile_and_package",
-    "attention",
-    "config",
-    "diagnose",
-    "diagnose_training",
-    "diagnosing",
-    "explain",
-    "gather_attention",
-    "register",
-    "report",
-    "rewrite",
-    "sage_backend",
-    "stage",
-]
+    "CallDescription", "Diagnosis", "Options", "Policy", "RECIPES", "RecipeName", "RecipeOption",
+    "Report", "Rule", "SageOptionError", "SageRefused", "Schedule", "TrainingDiagnosis",
+    "__version__", "aoti_compile_and_package", "attention", "config", "diagnose",
+    "diagnose_training", "diagnosing", "explain", "gather_attention", "register", "report",
+    "rewrite", "sage_backend", "stage",
+]  # fmt: skip
+_PLACES = {
+    "backend": "explain sage_backend",
+    "config": "config",
+    "diagnose": "Diagnosis diagnose diagnosing",
+    "errors": "SageOptionError SageRefused",
+    "export": "aoti_compile_and_package rewrite",
+    "functional": "attention",
+    "gradient_noise": "TrainingDiagnosis diagnose_training",
+    "integrations": "register",
+    "names": "RecipeOption",
+    "ops.recipe": "RECIPES RecipeName",
+    "ops.sources": "__version__",
+    "options": "Options",
+    "parallel": "gather_attention",
+    "policy": "CallDescription Policy Rule",
+    "report": "Report report",
+    "stages": "Schedule stage",
+}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
 
-def __dir__() -> list[str]:
-    return __all__
+class _Package(types.ModuleType):
+    """Its public names are imported when they are first asked for: torch's compiler, which many of
+    them need, takes longer than torch."""
+
+    def __dir__(self) -> list[str]:
+        return __all__
+
+    def __getattr__(self, name: str):
+        if name not in _PLACE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
+        vars(self)[name] = value
+        return value
+
+    def __setattr__(self, name: str, value) -> None:
+        if isinstance(value, types.ModuleType) and name in _PLACE_OF:
+            value = getattr(value, name)  # Python sets a submodule here when it was imported
+        elif name == "config":
+            raise AttributeError(
+                f"sage_inductor.config cannot be replaced, got {value!r}: assign to its settings, "
+                "sage_inductor.config.recipe = ..., or call sage_inductor.config.patch"
+            )
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+if sys.orig_argv[1:3] != ["-m", __name__]:  # whose --help imports no torch
+    from sage_inductor import ops  # noqa: F401  (registers them)
+    from sage_inductor.config import config
+    from sage_inductor.ops.compat import after_import
+
+    def _install_pass(on: bool, for_all: bool = False) -> None:
+        from sage_inductor.inductor_pass import install_pass
+
+        install_pass(on, for_all)
+
+    config.followers["rewrite_inductor"] = _install_pass
+    if config.rewrite_inductor:
+        _install_pass(True, for_all=True)
+    after_import("torch._inductor.lowering", "sage_inductor.lowering")

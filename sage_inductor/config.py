@@ -15,7 +15,7 @@ us.)
 
 import contextlib
 import os
-import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -26,7 +26,10 @@ from sage_inductor.options import SETTINGS, Option
 
 _PREFIX = f"{__name__}."
 if TYPE_CHECKING:
-    from sage_inductor.options import Options as _Settings
+    from typing_extensions import Unpack
+
+    from sage_inductor.options import Table as _Settings
+    from sage_inductor.options import Values
 else:  # with these methods a type checker would take any name for a setting's
 
     class _Settings:
@@ -48,8 +51,9 @@ else:  # with these methods a type checker would take any name for a setting's
 
 
 class Config(_Settings):
-    """A server configures in one thread and compiles in another, so an assignment holds in the
-    whole process. `patch` holds in its thread or asyncio task alone."""
+    """The settings of the process. An assignment, such as ``config.recipe = "sage1"``, holds in all
+    threads, because a server configures in one and compiles in another. `patch` holds in its thread
+    or asyncio task only. Options of ``torch.compile`` come before both."""
 
     # name -> called with a value that was set, and whether it is the whole process's.
     followers: ClassVar[dict[str, Callable[[Any, bool], None]]] = {}
@@ -70,7 +74,7 @@ class Config(_Settings):
         return vars(self) | _patched.get()
 
     def patch(
-        self, arg1: str | dict[str, Any] | None = None, arg2: Any = None, **kwargs: Any
+        self, arg1: str | dict[str, Any] | None = None, arg2: Any = None, **kwargs: "Unpack[Values]"
     ) -> "contextlib._GeneratorContextManager[None]":
         """Other values within: a context manager and a decorator. Takes a name and its value, a
         dict or keywords, and checks all before any is set."""
@@ -80,6 +84,11 @@ class Config(_Settings):
             )
         changes = arg1 if isinstance(arg1, dict) else {arg1: arg2} if arg1 else kwargs
         return _patch(_checked(changes))
+
+
+_lines = (f"    * {x.name}: {x.doc} (default: {x.default!r})" for x in SETTINGS.values())
+_lines = (textwrap.fill(line, 100, subsequent_indent=" " * 6) for line in _lines)
+Config.__doc__ = "\n".join([f"{Config.__doc__}\n", *_lines])
 
 
 @contextlib.contextmanager
@@ -133,4 +142,3 @@ _patched: ContextVar[dict[str, Any]] = ContextVar(_PREFIX, default={})  # noqa: 
 config = Config()
 vars(config).update({name: _of_environment(option) for name, option in SETTINGS.items()})
 _warn_of_variables()
-sys.modules[__name__] = config  # whoever imports this module gets the object

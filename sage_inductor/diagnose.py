@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from sage_inductor import page
-from sage_inductor.backend import op_by_op
+from sage_inductor.backend import awaiting, op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.measure import SDPA, Measured, Row
 from sage_inductor.names import nearest
 from sage_inductor.ops.compat import called_instead
-from sage_inductor.ops.recipe import BY_SPEED, NAMED, canonical
+from sage_inductor.ops.recipe import BY_SPEED, NAMED, RecipeName, canonical
 from sage_inductor.patterns import Site
 from sage_inductor.policy import Policy
 from sage_inductor.report import (
@@ -225,7 +225,7 @@ def _text(cell: page.Cell) -> str:
 def diagnose(
     model,
     *,
-    recipes: str | Sequence[str] | None = None,
+    recipes: RecipeName | Sequence[RecipeName] | None = None,
     path: str | os.PathLike | None = None,
     tolerance: float = TOLERANCE,
 ) -> Callable[..., Diagnosis]:
@@ -263,7 +263,7 @@ def diagnose(
             measured(model, args, kwargs)
         return found
 
-    return run
+    return awaiting(run, "diagnose", model)
 
 
 _open: list[nn.Module] = []  # the models of the blocks of `diagnosing` that have not ended
@@ -273,7 +273,7 @@ _open: list[nn.Module] = []  # the models of the blocks of `diagnosing` that hav
 def diagnosing(
     model: nn.Module,
     *,
-    recipes: str | Sequence[str] | None = None,
+    recipes: RecipeName | Sequence[RecipeName] | None = None,
     path: str | os.PathLike | None = None,
     tolerance: float = TOLERANCE,
     every: int = 1,

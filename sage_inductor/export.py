@@ -15,6 +15,7 @@ from sage_inductor.choose.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
 from sage_inductor.ops.recipe import renewed
 from sage_inductor.ops.register import OPAQUE
+from sage_inductor.options import Options
 from sage_inductor.patterns.graph import by_schema, graph_modules
 from sage_inductor.report import Report, raise_if_refused, record, whole
 from sage_inductor.settings import resolve, split
@@ -23,7 +24,7 @@ _log = logging.getLogger("sage_inductor")
 
 
 def rewrite(
-    exported_program: torch.export.ExportedProgram, *, options: dict | None = None
+    exported_program: torch.export.ExportedProgram, *, options: Options | dict | None = None
 ) -> Report:
     """Rewrite the attention calls of a program from ``torch.export.export``, in place.
 
@@ -124,7 +125,7 @@ def aoti_compile_and_package(
     *,
     package_path=None,
     inductor_configs: dict | None = None,
-    options: dict | None = None,
+    options: Options | dict | None = None,
 ) -> str:
     """``torch._inductor.aoti_compile_and_package`` with the attention calls rewritten.
 

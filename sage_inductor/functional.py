@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config, patterns, report, settings, stages
+from sage_inductor import patterns, settings, stages
 from sage_inductor.choose import cost, families
-from sage_inductor.choose.decide import check_requested, decide
-from sage_inductor.names import AUTO
+from sage_inductor.choose.decide import decide
+from sage_inductor.config import config
+from sage_inductor.names import AUTO, RecipeOption, check_recipe
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site
@@ -32,6 +33,7 @@ from sage_inductor.patterns.graph import as_float, as_int
 from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.policy import Ruling
+from sage_inductor.report import raise_if_refused, record
 from sage_inductor.session import session
 
 
@@ -40,18 +42,18 @@ from sage_inductor.session import session
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
-    *, recipe: str = ..., return_lse: typing.Literal[False] = ..., dropout_p: float = ...,
+    *, recipe: RecipeOption = ..., return_lse: typing.Literal[False] = ..., dropout_p: float = ...,
 ) -> Tensor: ...  # fmt: skip
 @typing.overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
-    *, recipe: str = ..., return_lse: typing.Literal[True], dropout_p: float = ...,
+    *, recipe: RecipeOption = ..., return_lse: typing.Literal[True], dropout_p: float = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
-    *, recipe: str = AUTO, return_lse: bool = False, dropout_p: float = 0.0,
+    *, recipe: RecipeOption = AUTO, return_lse: bool = False, dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
     ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
@@ -270,7 +272,7 @@ def _decided(
     kinds, options: _Options, module, fake_mode, portable: bool, stage: str | None
 ) -> _Run:
     """What computes the call; its site goes to the report."""
-    check_requested(options.recipe)
+    check_recipe("sage_inductor.attention: recipe", options.recipe)
     wanted = settings.resolve({}, portable=portable, stage=stage)
     with compat.disable_modes():
         gm = _graph_of(kinds, options, module, fake_mode)
@@ -282,7 +284,7 @@ def _decided(
         sites = patterns.rewrite(gm, decision, portable)
     _record(sites, wanted.policy)
     if wanted.strict:
-        report.raise_if_refused(sites)
+        raise_if_refused(sites)
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
         node.meta.clear()
     return _Run(gm.forward, any(site.rewritten for site in sites))
@@ -323,4 +325,4 @@ def _record(sites: list[Site], policy: Ruling) -> None:
     for site in sites:
         if (graph, site) not in recorded:
             recorded.add((graph, site))
-            report.record([site], policy)
+            record([site], policy)

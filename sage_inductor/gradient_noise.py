@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_inductor.backend import op_by_op
+from sage_inductor.backend import awaiting, op_by_op
 from sage_inductor.choose.decide import decide
 from sage_inductor.measure import MAX_SCORES, SDPA, CallProgress, badness
 from sage_inductor.names import todays_training
@@ -45,7 +45,6 @@ from sage_inductor.patterns.replace import stand_in
 from sage_inductor.report import not_measured, number_of, path_of, table, table_of_errors
 from sage_inductor.settings import Settings
 
-RECIPES = tuple(OPS)
 # Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
 # thousands; 32 parts know the noise to 1 / sqrt(2 * 31), 13 %, and better over many parameters.
 MOST_PARTS = 32
@@ -87,7 +86,7 @@ class TrainingDiagnosis:
     def verdict(self) -> str:
         """One line: "8 calls, |error| / noise of the gradient at most: sdpa 0.01, sagebwd 0.09"."""
         worst = {row.recipe: row for row in reversed(self.rows)}
-        each = [f"{name} {worst[name].ratio:.3g}" for name in (SDPA, *RECIPES) if name in worst]
+        each = [f"{name} {worst[name].ratio:.3g}" for name in (SDPA, *OPS) if name in worst]
         text = number_of(len({(row.site.module, row.site.call) for row in self.rows}), "call")
         if each:
             text += f", |error| / noise of the gradient at most: {', '.join(each)}"
@@ -101,7 +100,7 @@ class TrainingDiagnosis:
     def __str__(self):
         head = ("module", "count", "q", "k", "dtype", "mask", "noise / |gradient|")
         lines = table_of_errors(
-            self.rows, head, (SDPA, *RECIPES), lambda row: path_of(row.site), _sizes,
+            self.rows, head, (SDPA, *OPS), lambda row: path_of(row.site), _sizes,
             lambda row: row.ratio, ("|error| / noise", "ratios"),
             lambda rows: (f"{min(row.noise / row.gradient for row in rows):.3g}",),
         )  # fmt: skip
@@ -155,13 +154,17 @@ def diagnose_training(
     one number with a gradient, a batch of 1, or a model that makes no attention call.
     """
     recipes = [recipes] if isinstance(recipes, str) else recipes
-    given = RECIPES if recipes is None else recipes
+    given = OPS if recipes is None else recipes
     recipes = tuple(todays_training("diagnose_training: recipes", each) for each in given)
-    if not recipes or not set(recipes) <= set(RECIPES):
-        raise ValueError(f"diagnose_training: recipes must be of {RECIPES}, got {recipes}")
+    if not recipes or not set(recipes) <= OPS.keys():
+        raise ValueError(f"diagnose_training: recipes must be of {tuple(OPS)}, got {recipes}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"diagnose_training: model must be an nn.Module, got {type(model)}")
-    return lambda *args, **kwargs: _diagnosed(model, args, kwargs, loss, recipes)
+
+    def run(*args, **kwargs) -> TrainingDiagnosis:
+        return _diagnosed(model, args, kwargs, loss, recipes)
+
+    return awaiting(run, "diagnose_training", model)
 
 
 def _diagnosed(

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from sage_inductor import config, lowering, ops, patterns
+from sage_inductor import lowering, ops, patterns
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
+from sage_inductor.config import config
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
-from sage_inductor.ops.recipe import hash_of
+from sage_inductor.ops.sources import hash_of
 from sage_inductor.policy import stages_of
 from sage_inductor.report import ends_in_graph_break, more_notes, raise_if_refused, record
 from sage_inductor.settings import Settings, resolve
@@ -153,5 +154,3 @@ _DEFAULTS = {
     for name in (PASS, TIMING)
     if name in inductor_config._config
 }
-config.followers["rewrite_inductor"] = install_pass
-install_pass(config.rewrite_inductor, for_all=True)

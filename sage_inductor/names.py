@@ -3,17 +3,21 @@
 import difflib
 import warnings
 from collections.abc import Sequence
+from typing import Literal
 
-from sage_inductor.ops.recipe import ALIASES, NAMED
+from sage_inductor.ops.recipe import ALIASES, NAMED, RecipeName
 from sage_inductor.ops.training.gradients import FP8_BACKWARD, OPS
 
 AUTO, OFF = "auto", "off"
 TRAINING = (OFF, AUTO, *OPS)
+# What an option, a rule and an argument may be, for type checkers.
+RecipeOption = Literal["auto", "off", RecipeName]
+TrainingOption = Literal["off", "auto", "sagebwd", "fp8-backward"]
 OLD_TRAINING = {"g": FP8_BACKWARD}  # for one version more
 
 
 def check_recipe(name: str, value):
-    """`value`, if the option `name` may be this recipe. Raises ValueError."""
+    """`value`, if the option `name` may be this recipe. Raises SageOptionError."""
     if not isinstance(value, str) or value not in ALIASES:
         return one_of((AUTO, OFF, *NAMED), name, value)
     _warn(name, value, ALIASES[value])
@@ -21,7 +25,7 @@ def check_recipe(name: str, value):
 
 
 def check_training(name: str, value):
-    """What trains, by its name of today, if the option `name` may be `value`. Raises ValueError."""
+    """`value` by its name of today, if the option `name` may be it. Raises SageOptionError."""
     return one_of(TRAINING, name, todays_training(name, value))
 
 
@@ -39,12 +43,19 @@ def _warn(name: str, old: str, new: str) -> None:
 
 
 def one_of(valid: Sequence[str], name: str, value):
-    """`value`, if it is one of those that the option `name` may be. Raises ValueError."""
+    """`value`, if it is one of those that the option `name` may be. Raises SageOptionError."""
     if value not in valid:
         near = nearest(value, valid) if isinstance(value, str) else None
         meant = f": did you mean {near!r}?" if near else ""
-        raise ValueError(f"{name} must be one of {valid}, got {value!r}{meant}")
+        raise wrong(f"{name} must be one of {valid}, got {value!r}{meant}")
     return value
+
+
+def wrong(message: str) -> ValueError:
+    """A SageOptionError, which is imported when it is needed: torch's compiler comes with it."""
+    from sage_inductor.errors import SageOptionError
+
+    return SageOptionError(message)
 
 
 def unknown(name: str, valid, prefix: str) -> str:

@@ -14,33 +14,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sage_inductor.errors import SageOptionError
-from sage_inductor.names import AUTO
+from sage_inductor.names import AUTO, one_of
 from sage_inductor.ops import compat
-from sage_inductor.ops.recipe import NAMED, canonical
+from sage_inductor.ops.recipe import NAMED, RecipeName, canonical
 
 if typing.TYPE_CHECKING:  # a torch may be built without it
     from torch.distributed import ProcessGroup
 
 OF_AUTO = "sage2-8b-rotated"
 ASK = "ask"
+GatherRecipe = typing.Literal["auto", RecipeName]
 Lengths = Sequence[int] | typing.Literal["ask"] | None
 
 
 @typing.overload
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = ..., is_causal: bool = ...,
-    scale: float | None = ..., *, recipe: str = ..., lengths: Lengths = ...,
+    scale: float | None = ..., *, recipe: GatherRecipe = ..., lengths: Lengths = ...,
     return_lse: typing.Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 @typing.overload
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = ..., is_causal: bool = ...,
-    scale: float | None = ..., *, recipe: str = ..., lengths: Lengths = ...,
+    scale: float | None = ..., *, recipe: GatherRecipe = ..., lengths: Lengths = ...,
     return_lse: typing.Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, group: "ProcessGroup | None" = None, is_causal: bool = False,
-    scale: float | None = None, *, recipe: str = AUTO, lengths: Lengths = None,
+    scale: float | None = None, *, recipe: GatherRecipe = AUTO, lengths: Lengths = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T) v of this rank's queries, over the keys of all ranks of a group.
@@ -99,10 +100,5 @@ def gather_attention(
 
 @torch.compiler.assume_constant_result
 def _encoded(recipe: str) -> str:
-    name = OF_AUTO if recipe == AUTO else canonical(recipe)
-    if name not in NAMED:
-        valid = (AUTO, *NAMED)
-        raise SageOptionError(
-            f"sage_inductor.gather_attention: recipe must be one of {valid}, got {recipe!r}"
-        )
-    return NAMED[name].encode()
+    name = one_of((AUTO, *NAMED), "sage_inductor.gather_attention: recipe", canonical(recipe))
+    return NAMED[OF_AUTO if name == AUTO else name].encode()

@@ -19,20 +19,26 @@ docs/guide/policy.md says what each field means. A rule fits a call if each of i
 call that no rule fits asks for ``sage.recipe``.
 """
 
+import collections
 import dataclasses
 import fnmatch
+import functools
 import json
 import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from sage_inductor import names, stages
+from sage_inductor.names import RecipeOption, TrainingOption
+from sage_inductor.ops import compat
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.recipe import ALIASES, NAMED
 from sage_inductor.ops.selector import Selection
+from sage_inductor.session import session
 
 VERSION = 1
 _log = logging.getLogger("sage_inductor")
@@ -56,18 +62,22 @@ class Rule:
     Raises ValueError for an unknown recipe; a Policy checks the other fields.
     """
 
-    recipe: str  # a name in NAMED, "auto" or "off"
+    recipe: RecipeOption
     module: str = "*"  # a glob, of Site.module
-    layer: tuple[int | None, int | None] = (None, None)  # the first number in Site.module
-    head_dim: tuple[int, ...] = ()  # q's; none: any
+    layer: int | tuple[int | None, int | None] = (None, None)  # the first number in Site.module
+    head_dim: int | tuple[int, ...] = ()  # q's; none: any
     length: tuple[int | None, int | None] = (None, None)  # N_q
     stage: str | None = None  # None: every one
     keep: Selection | dict | float | None = None  # of the blocks of keys; a Policy has Selections
-    training: str | None = None  # None: as the settings say
+    training: TrainingOption | None = None  # None: as the settings say
 
     def __post_init__(self):
         if not isinstance(self.recipe, str) or self.recipe not in ALIASES:  # a Policy warns of it
             names.one_of((names.AUTO, names.OFF, *NAMED), "Rule: recipe", self.recipe)
+        if isinstance(self.layer, int):
+            object.__setattr__(self, "layer", (self.layer, self.layer))
+        if isinstance(self.head_dim, int):
+            object.__setattr__(self, "head_dim", (self.head_dim,))
 
     def fits(
         self, module: str, head_dim: int, at_least: Callable[[int], bool], stage: str | None = None
@@ -158,7 +168,7 @@ class Policy:
         try:
             rules = _rules(whole)
         except _Invalid as error:
-            raise ValueError(f"{path}:{error.line}: {error}") from None
+            raise ValueError(f"{path}:{_line(text, error.path)}: {error}") from None
         return cls(rules)
 
     def save(self, path: str | os.PathLike, note=None) -> None:
@@ -212,11 +222,13 @@ def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
 
 # -- what may be given ----
 
+# What ``sage.policy`` takes.
+PolicyOption = (str | os.PathLike[str] | Policy | Rule | dict[str, Any] | list[Any]
+                | Callable[[CallDescription], str | None])  # fmt: skip
 # A policy in force: rules, or a function.
 Ruling = tuple[Rule, ...] | Callable[[CallDescription], str | None]
 # By path: what each file said when it could be read.
 _rules_of_files: dict[str, tuple[Rule, ...]] = {}
-_reported_errors: set[str] = set()
 
 
 def ruling(given) -> Ruling:
@@ -240,27 +252,43 @@ def ruling(given) -> Ruling:
 
 def frozen(name: str, given):
     """`given`, to be kept where it cannot change: what `ruling` makes of it will not depend on the
-    folder that the process is in, nor on what becomes of a dict. Raises ValueError, as `ruling`,
-    with the option's name."""
+    folder that the process is in, nor on what becomes of a dict. Raises SageOptionError."""
     try:
         rules = ruling(given)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise names.wrong(f"{name}: {error}") from None
     if isinstance(given, (str, os.PathLike)):
         return given and os.path.abspath(given)
     return Policy(rules) if isinstance(given, (dict, list, tuple)) else given
 
 
 def _of_file(path: str) -> tuple[Rule, ...]:
+    """While graphs compile, what the file said for the first of them since torch._dynamo.reset():
+    a model whose graphs have several policies is none that somebody asked for."""
+    compiling = compat.CompileContext.current_compile_id() is not None
+    read = session().rules_of_files if compiling else {}
+    version = os.stat(path).st_mtime_ns if os.path.exists(path) else None
+    if path not in read:
+        read[path] = version, _read(path)
+    if read[path][0] != version:
+        _warn_once(f"{path} has changed: graphs have what it said before, until "
+                   "torch._dynamo.reset() is called")  # fmt: skip
+    return read[path][1]
+
+
+def _read(path: str) -> tuple[Rule, ...]:
     try:
         _rules_of_files[path] = Policy.load(path).rules
     except ValueError as error:
         if path not in _rules_of_files:
             raise
-        if str(error) not in _reported_errors:
-            _reported_errors.add(str(error))
-            _log.warning("%s: the policy stays what this file said before", error)
+        _warn_once(f"{error}: the policy stays what this file said before")
     return _rules_of_files[path]
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:
@@ -277,18 +305,15 @@ def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:
 
 
 def ask(function: Callable, call: CallDescription) -> str | None:
-    """What a function says of a call. Raises ValueError for an answer that is no recipe."""
+    """What a function says of a call. Raises SageOptionError for an answer that is no recipe."""
     try:
         recipe = function(call)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"sage.policy: the function raised {reason}, for {call}") from error
+        raise names.wrong(f"sage.policy: the function raised {reason}, for {call}") from error
     if recipe is not None:
-        try:
-            names.check_recipe("recipe", recipe)
-        except ValueError as error:
-            what = "the function must return None, or what a rule's recipe may be"
-            raise ValueError(f"sage.policy: {what}: {error}, for {call}") from None
+        what = "sage.policy: the function must return None, or what a rule's recipe may be"
+        names.check_recipe(f"{what}, for {call}: recipe", recipe)
     return recipe
 
 
@@ -296,47 +321,48 @@ def ask(function: Callable, call: CallDescription) -> str | None:
 
 
 class _Invalid(ValueError):
-    def __init__(self, line: int, reason: str):
+    """path: names and indices that lead from what is read to what is wrong in it."""
+
+    def __init__(self, reason: str, *path: str | int):
         super().__init__(reason)
-        self.line = line
+        self.path = path
 
 
-def _rules(whole: "_Located") -> tuple[Rule, ...]:
-    if not isinstance(whole.value, dict):
-        raise _Invalid(whole.line, 'a policy must be {"version": 1, "rules": [...]}')
+def _rules(whole) -> tuple[Rule, ...]:
+    if not isinstance(whole, dict):
+        raise _Invalid('a policy must be {"version": 1, "rules": [...]}')
     _check_keys(whole, ("version", "rules", "note"), ("version", "rules"))
-    version, rules = whole.value["version"], whole.value["rules"]
-    if not _is_integer(version.value, 1, VERSION):
-        raise _Invalid(version.line, f"version must be {VERSION}, got {version.text}")
-    if not isinstance(rules.value, list):
-        raise _Invalid(rules.line, f"rules must be a list, got {rules.text}")
-    return tuple(_rule(number, rule) for number, rule in enumerate(rules.value, 1))
+    version, rules = whole["version"], whole["rules"]
+    if not _is_integer(version, 1, VERSION):
+        raise _Invalid(f"version must be {VERSION}, got {_text(version)}", "version")
+    if not isinstance(rules, list):
+        raise _Invalid(f"rules must be a list, got {_text(rules)}", "rules")
+    return tuple(_rule(i, rule) for i, rule in enumerate(rules))
 
 
-def _rule(number: int, rule: "_Located") -> Rule:
+def _rule(i: int, rule) -> Rule:
     try:
-        if not isinstance(rule.value, dict):
-            raise _Invalid(rule.line, f'must be {{"recipe": ..., ...}}, got {rule.text}')
+        if not isinstance(rule, dict):
+            raise _Invalid(f'must be {{"recipe": ..., ...}}, got {_text(rule)}')
         _check_keys(rule, (*FIELDS, "note"), ("recipe",))
         fields = {}
-        for name, given in rule.value.items():
+        for name, value in rule.items():
             try:
                 if name != "note":
-                    fields[name] = _field(name, given)
-            except ValueError as error:  # of a part of it, with a line, or of all
-                raise _Invalid(getattr(error, "line", given.line), str(error)) from None
+                    fields[name] = _field(name, value)
+            except ValueError as error:  # of a part of it, with a path, or of all
+                raise _Invalid(str(error), name, *getattr(error, "path", ())) from None
         found = Rule(**fields)
         if found.keep is not None and found.recipe in (names.AUTO, names.OFF):
             what = "beside keep, recipe must be the name of one"
-            raise _Invalid(rule.value["recipe"].line, f"{what}, got {found.recipe!r}")
+            raise _Invalid(f"{what}, got {found.recipe!r}", "recipe")
         return found
     except _Invalid as error:
-        raise _Invalid(error.line, f"rule {number}: {error}") from None
+        raise _Invalid(f"rule {i + 1}: {error}", "rules", i, *error.path) from None
 
 
-def _field(name: str, given: "_Located"):
+def _field(name: str, value):
     """A field of Rule from what the file says."""
-    value = given.to_python()
     if name == "recipe":
         return names.check_recipe(name, value)
     if name == "training":
@@ -344,16 +370,16 @@ def _field(name: str, given: "_Located"):
     if name == "stage":
         return stages.check(value)
     if name == "keep":
-        return _keep(given)
+        return _keep(value)
     if name == "module":
         if not isinstance(value, str):
-            raise ValueError(f"module must be a string, got {given.text}")
+            raise ValueError(f"module must be a string, got {_text(value)}")
         return value
     if name == "head_dim":
         several = value if isinstance(value, list) else [value]
         if not several or not all(_is_integer(x, 1, HEAD_DIMS[-1]) for x in several):
             what = f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such"
-            raise ValueError(f"{what}, got {given.text}")
+            raise ValueError(f"{what}, got {_text(value)}")
         return tuple(several)
     minimum, one = (0, "a number or ") if name == "layer" else (1, "")
     if name == "layer" and _is_integer(value, minimum):
@@ -364,37 +390,35 @@ def _field(name: str, given: "_Located"):
         and all(x is None or _is_integer(x, minimum) for x in value)
     ):
         what = f"{name} must be {one}[from, to], numbers from {minimum} on or null"
-        raise ValueError(f"{what}, got {given.text}")
+        raise ValueError(f"{what}, got {_text(value)}")
     if None not in value and value[0] > value[1]:
-        raise ValueError(f"{name} must not be an empty range, got {given.text}")
+        raise ValueError(f"{name} must not be an empty range, got {_text(value)}")
     return tuple(value)
 
 
-def _keep(given: "_Located") -> Selection:
-    fields = {"top_k": given}
-    if isinstance(given.value, dict):
-        _check_keys(given, Selection._fields, ())
-        fields = given.value
-    keep = Selection(**{name: each.value for name, each in fields.items()})
+def _keep(value) -> Selection:
+    fields = value if isinstance(value, dict) else {"top_k": value}
+    _check_keys(fields, Selection._fields, ())
+    keep = Selection(**fields)
     fractions, tokens = keep[:3], keep[3:]
     valid = all(_is_number(x) and 0 <= x <= 1 for x in fractions) and keep[:2] != (0, 0)
     if not valid or not all(_is_integer(x, 0) for x in tokens):
         raise ValueError(
             f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
-            f"fractions, the first two not both 0, and two numbers of tokens, got {given.text}"
+            f"fractions, the first two not both 0, and two numbers of tokens, got {_text(value)}"
         )
     return keep
 
 
-def _check_keys(given: "_Located", valid: tuple[str, ...], needed: tuple[str, ...]) -> None:
-    for name, each in given.value.items():
+def _check_keys(given: dict, valid: tuple[str, ...], needed: tuple[str, ...]) -> None:
+    for name in given:
         if name not in valid:
-            raise _Invalid(each.line, names.unknown(name, valid, ""))
-        if (count := given.names.count(name)) > 1:
-            raise _Invalid(each.line, f"{name} is given {count} times")
+            raise _Invalid(names.unknown(name, valid, ""), name)
+        if (count := getattr(given, "counts", {}).get(name, 1)) > 1:
+            raise _Invalid(f"{name} is given {count} times", name)
     for name in needed:
-        if name not in given.value:
-            raise _Invalid(given.line, f"{name} is missing")
+        if name not in given:
+            raise _Invalid(f"{name} is missing")
 
 
 def _is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
@@ -405,45 +429,33 @@ def _is_number(x) -> bool:
     return isinstance(x, float) or _is_integer(x, 0)
 
 
-# -- JSON, with lines ----
+# -- JSON ----
 
 
-@dataclasses.dataclass
-class _Located:
-    value: object  # lists and objects hold _Located
-    line: int
-    text: str  # as the file has it, in one line
-    names: list[str]  # of an object's values, each as often as it is given
+class _Object(dict):
+    """counts: how often each name is given."""
 
-    def to_python(self):
-        is_list = isinstance(self.value, list)
-        return [x.to_python() for x in self.value] if is_list else self.value
+    def __init__(self, pairs: list[tuple]):
+        super().__init__(pairs)
+        self.counts = collections.Counter(name for name, _ in pairs)
 
 
-def _parse(text: str) -> _Located:
-    """JSON with the line of each value. Raises json.JSONDecodeError."""
-    json.loads(text)  # raises for every mistake, so what follows looks for none
-    decoder, between = json.JSONDecoder(), re.compile(r"[\s,:]*")
+_parse = functools.partial(json.loads, object_pairs_hook=_Object)
+_text = functools.partial(json.dumps, ensure_ascii=False)
 
-    def skip(at: int) -> int:
-        return between.match(text, at).end()
 
-    def read(start: int) -> tuple[_Located, int]:
-        keys, values = [], []
-        if text[start] not in "{[":
-            value, at = decoder.raw_decode(text, start)
-        else:
-            at = skip(start + 1)
-            while text[at] not in "}]":
-                if text[start] == "{":
-                    key, at = decoder.raw_decode(text, at)
-                    keys.append(key)
-                each, at = read(skip(at))
-                values.append(each)
-                at = skip(at)
-            value = values if text[start] == "[" else dict(zip(keys, values, strict=True))
-            at += 1
-        line, source = text.count("\n", 0, start) + 1, re.sub(r"\s*\n\s*", " ", text[start:at])
-        return _Located(value, line, source, keys), at
-
-    return read(skip(0))[0]
+def _line(text: str, path: tuple[str | int, ...]) -> int:
+    """Of valid JSON, the line in which the value at `path` begins."""
+    read, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,:]*")
+    at = between.match(text).end()
+    for step in path:
+        starts, is_list, at = {}, text[at] == "[", between.match(text, at + 1).end()
+        while text[at] not in "}]":
+            name = len(starts)
+            if not is_list:
+                name, at = read(text, at)
+                at = between.match(text, at).end()
+            starts[name] = at
+            at = between.match(text, read(text, at)[1]).end()
+        at = starts[step]
+    return text.count("\n", 0, at) + 1

@@ -21,8 +21,8 @@ from sage_inductor import page
 from sage_inductor.choose import tables
 from sage_inductor.choose.families import versions
 from sage_inductor.errors import SageRefused
-from sage_inductor.ops import transport
 from sage_inductor.ops.compat import CompileContext, counters
+from sage_inductor.ops.notes import NOTES
 from sage_inductor.patterns import Site, reasons
 from sage_inductor.patterns.reasons import Cause, Reason
 from sage_inductor.policy import Ruling, stages_of, unmatched
@@ -373,7 +373,7 @@ def report() -> Report:
         unknown = sorted(now.stages - known) if now.sites else []
         notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
         notes += [note for each in more_notes for note in each()]
-        notes += transport.CHOSEN.values()
+        notes += NOTES.values()
         return Report(now.sites, [*notes, *now.seen.left_to_eager()], now.seen.why_without())
 
 

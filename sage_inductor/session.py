@@ -1,12 +1,14 @@
 """What was seen since the last ``torch._dynamo.reset()``, which forgets it."""
 
 import re
+import sys
 import types
 
-from sage_inductor.ops import transport
-from sage_inductor.ops.compat import cached_backends, counters, graph_break_reasons
+from sage_inductor.ops import compat
+from sage_inductor.ops.notes import NOTES
 
 _ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
+_NESTED = re.compile("nested.?tensor", re.I)
 
 
 class Seen:
@@ -16,22 +18,29 @@ class Seen:
     def __init__(self):
         self.graphs = 0  # that the pass saw
         self._compiled, self._breaks = self._counted()
-        self._known = list(graph_break_reasons or ())  # Dynamo's reset empties it
+        self._known = self._broken()
 
     @staticmethod
     def _counted() -> tuple[int, dict[str, int]]:
-        return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+        if not _dynamo_is_there():
+            return 0, {}
+        return compat.counters["stats"]["unique_graphs"], dict(compat.counters["graph_break"])
+
+    @staticmethod
+    def _broken() -> list:
+        """A copy: Dynamo's reset empties its own."""
+        return list(_dynamo_is_there() and compat.graph_break_reasons or ())
 
     def left_to_eager(self) -> list[str]:
         """A line for each place where a graph breaks at an attention call, or at nested tensors.
         On a CPU attention to these always breaks it."""
         known, found = set(map(id, self._known)), {}
-        for each in graph_break_reasons or ():
+        for each in self._broken():
             call = each.user_stack[-1] if each.user_stack else None
             if id(each) not in known and call and _ATTENTION.search(call.line or ""):
                 found[f"attention at {call.filename}:{call.lineno}"] = each.reason
         for text in self._new_breaks():
-            if "nested" in text.lower() and text not in found.values():
+            if _NESTED.search(text) and text not in found.values():
                 found["attention to nested tensors"] = text
         return [
             f"{what} stays in eager: a graph breaks there ({text.strip().splitlines()[0]})"
@@ -59,25 +68,32 @@ class Seen:
         return "nothing was compiled" + broken
 
 
+def _dynamo_is_there() -> bool:
+    """Whether there can be anything to count. `import sage_inductor` does not import it."""
+    return "torch._dynamo.utils" in sys.modules
+
+
 class Session:
     def __init__(self):
         self.sites = []  # (graph, site), of report.py
         self.policies, self.modules = [], {}  # and the modules that call attention, by the rules
+        self.rules_of_files = {}  # of policy.py: what a file said first
         self.seen = Seen()
         self.stages: set[str] = set()  # that were in force
         self.runs, self.recorded = {}, set()  # of functional.py
 
 
 def session() -> Session:
-    if id(_begin) not in cached_backends:  # a reset calls what is listed here, and empties the list
-        cached_backends[id(_begin)] = types.SimpleNamespace(reset=_begin)
+    known = compat.cached_backends  # a reset calls what is listed here, and empties the list
+    if id(_begin) not in known:
+        known[id(_begin)] = types.SimpleNamespace(reset=_begin)
     return _session
 
 
 def _begin() -> None:
     global _session
     _session = Session()
-    transport.CHOSEN.clear()
+    NOTES.clear()
 
 
 _begin()

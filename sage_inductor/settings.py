@@ -4,19 +4,19 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from sage_inductor import config
 from sage_inductor.choose import timing
+from sage_inductor.config import config
 from sage_inductor.errors import SageOptionError
 from sage_inductor.names import nearest, unknown
 from sage_inductor.ops.compat import inductor_config
-from sage_inductor.options import OPTIONS, PREFIX, Options
+from sage_inductor.options import OPTIONS, PREFIX, Table
 from sage_inductor.policy import Ruling, ruling
 
 AUTOTUNED = ("max-autotune", "max-autotune-no-cudagraphs")  # modes that time every call
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(Options):
+class Settings(Table):
     """What the user asked for; see sage_inductor/options.py for what the other fields mean."""
 
     policy: Ruling = ()  # what the option says, read
@@ -40,17 +40,10 @@ def split(given: dict) -> tuple[dict, dict]:
     """({name: value} of the ``sage.`` options, Inductor's options)."""
     ours = {k.removeprefix(PREFIX): v for k, v in given.items() if k.startswith(PREFIX)}
     theirs = {k: v for k, v in given.items() if not k.startswith(PREFIX)}
-    try:
-        for name, value in ours.items():
-            if name not in OPTIONS:
-                raise ValueError(f"{unknown(name, OPTIONS, PREFIX)} (got {value!r})")
-            ours[name] = OPTIONS[name].check(PREFIX + name, value)
-    except ValueError as error:
-        raise SageOptionError(str(error)) from None
-    path = ours.get("policy")
-    if isinstance(path, str) and path:
-        # torch.compile gives this dict for every graph: a relative path stays the file that it was.
-        given[PREFIX + "policy"] = path
+    for name, value in ours.items():
+        if name not in OPTIONS:
+            raise SageOptionError(f"{unknown(name, OPTIONS, PREFIX)} (got {value!r})")
+        ours[name] = OPTIONS[name].check(PREFIX + name, value)
     _check_inductors(theirs)
     return ours, theirs
 

@@ -13,18 +13,27 @@ from stage to stage compiles nothing. Which one runs is looked up when the graph
 import contextlib
 import contextvars
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 
 from sage_inductor.session import session
 
 _log = logging.getLogger("sage_inductor")
 
-_current: contextvars.ContextVar[str | None] = contextvars.ContextVar("stage", default=None)
+
+# A name, or what a Schedule has begun, which ends with it: a reference to it, the name, what was in
+# force before.
+_current: contextvars.ContextVar = contextvars.ContextVar("stage", default=None)
 
 
 def current() -> str | None:
     """The stage in force in this thread (or task); None: none was named."""
-    return _current.get()
+    found = _current.get()
+    while isinstance(found, tuple):
+        schedule, name, found = found
+        if schedule() is not None:
+            return name
+    return found
 
 
 def check(name: str | None) -> str | None:
@@ -34,10 +43,11 @@ def check(name: str | None) -> str | None:
     return name
 
 
-def _begin(name: str | None) -> contextvars.Token:
-    if name is not None:
+def _begin(what: str | tuple | None) -> contextvars.Token:
+    token = _current.set(what)
+    if (name := current()) is not None:
         session().stages.add(name)
-    return _current.set(name)
+    return token
 
 
 @contextlib.contextmanager
@@ -59,10 +69,10 @@ def stage(name: str | None) -> Iterator[None]:
 
 def by_stage(variants: dict[str | None, Callable]) -> Callable:
     """A function that calls the variant of the stage in force, or that of None."""
-    default, get, in_force = variants[None], variants.get, _current.get
+    default, get = variants[None], variants.get
 
     def run(*args):
-        return get(in_force(), default)(*args)
+        return get(current(), default)(*args)
 
     return run
 
@@ -76,9 +86,9 @@ class Schedule:
     several stages, the first that claims a step has it.
 
     A callback comes after its step, so the stage of the first step begins when the Schedule is
-    made: make it in the thread that calls the pipeline. After the last step the stage is the first
-    step's again, for the next call. ``with sage_inductor.stage(None): pipe(...)`` restores the
-    earlier stage afterwards.
+    made, in the thread that makes it. After the last step the stage is the first step's again, for
+    the next call. Its stages end with the Schedule. Where it is kept, or was made in another
+    thread, ``with schedule: pipe(prompt, callback_on_step_end=schedule)`` begins and ends them.
 
     Raises ValueError for anything else than two numbers of steps.
     """
@@ -93,8 +103,23 @@ class Schedule:
                     f"got {ends!r}"
                 )
         self.stages = stages
+        self.__enter__()
+
+    def __enter__(self) -> "Schedule":
         # Without the number of steps it is not known whether the first is among the last.
-        _begin(self.of(0, 1 + sum(last for _, last in stages.values())))
+        self._begin(self.of(0, 1 + sum(last for _, last in self.stages.values())))
+        return self
+
+    def __exit__(self, *error) -> None:
+        _current.set(self._before())
+
+    def _begin(self, name: str | None) -> None:
+        _begin((weakref.ref(self), name, self._before()))
+
+    def _before(self) -> str | tuple | None:
+        """What was in force before this Schedule was."""
+        found = _current.get()
+        return found[2] if isinstance(found, tuple) and found[0]() is self else found
 
     def __repr__(self):
         return f"Schedule({', '.join(f'{name}={ends}' for name, ends in self.stages.items())})"
@@ -117,10 +142,10 @@ class Schedule:
         was, expected = current(), self.of(step, steps)
         if was != expected:
             _log.warning(
-                "Schedule: step %d of %d ran in stage %r, not in %r: make the Schedule in the "
-                "thread that calls the pipeline, right before", step, steps, was, expected,
+                "Schedule: step %d of %d ran in stage %r, not in %r: call the pipeline in "
+                "`with schedule:`", step, steps, was, expected,
             )  # fmt: skip
-        _begin(self.of(step + 1 if step + 1 < steps else 0, steps))
+        self._begin(self.of(step + 1 if step + 1 < steps else 0, steps))
         return callback_kwargs
 
 

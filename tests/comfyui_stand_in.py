@@ -9,6 +9,7 @@ computes with them is a small transformer of random weights, on the CPU.
 
 import copy
 import functools
+import importlib.util
 import logging
 import sys
 from types import ModuleType
@@ -94,10 +95,14 @@ class DiffusionModel(torch.nn.Module):
 
 
 class Flow:
-    """ModelSampling of a flow: sigma goes from 1 to 0."""
+    """ModelSampling of a flow: sigma goes from 1 to 0, by a shift that another node may set."""
+
+    def __init__(self, shift: float = 1.0):
+        self.shift = shift
 
     def percent_to_sigma(self, percent):
-        return min(max(1.0 - percent, 0.0), 1.0)
+        sigma = min(max(1.0 - percent, 0.0), 1.0)
+        return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
 
 class BaseModel:
@@ -128,14 +133,21 @@ class Executor:
 
 
 class ModelPatcher:
-    def __init__(self, model, model_options=None):
-        self.model, self.model_options = model, model_options or {"transformer_options": {}}
+    def __init__(self, model):
+        self.model, self.model_options = model, {"transformer_options": {}}
+        self.wrappers, self.object_patches = {}, {}
 
     def clone(self, disable_dynamic=False):
-        return ModelPatcher(self.model, copy.deepcopy(self.model_options))
+        clone = copy.copy(self)
+        clone.model_options, clone.wrappers = copy.deepcopy((self.model_options, self.wrappers))
+        clone.object_patches = {**self.object_patches}
+        return clone
 
     def get_model_object(self, name):
-        return getattr(self.model, name)
+        return self.object_patches.get(name, getattr(self.model, name))
+
+    def add_object_patch(self, name, obj):
+        self.object_patches[name] = obj
 
     def set_model_optimized_attention(self, optimized_attention):
         def override(_, *args, **kwargs):
@@ -144,24 +156,77 @@ class ModelPatcher:
         self.model_options["transformer_options"]["optimized_attention_override"] = override
 
     def add_wrapper_with_key(self, wrapper_type, key, wrapper):
-        wrappers = self.model_options["transformer_options"].setdefault("wrappers", {})
-        wrappers.setdefault(wrapper_type, {}).setdefault(key, []).append(wrapper)
+        self.wrappers.setdefault(wrapper_type, {}).setdefault(key, []).append(wrapper)
 
     def remove_wrappers_with_key(self, wrapper_type, key):
-        wrappers = self.model_options["transformer_options"].get("wrappers", {})
-        wrappers.get(wrapper_type, {}).pop(key, None)
+        self.wrappers.get(wrapper_type, {}).pop(key, None)
 
     @torch.inference_mode()
     def step(self, x, sigma: float):
-        """What a sampler does at each step. ComfyUI has no such method."""
-        options = dict(self.model_options["transformer_options"])
+        """What a sampler does at each step: the patches are on the model while it runs, and the
+        wrappers in transformer_options. ComfyUI has no such method."""
+        options = {**self.model_options["transformer_options"], "wrappers": self.wrappers}
         options["cond_or_uncond"] = [0, 1][: 1 + (sigma < 0.5)]
         t = options["sigmas"] = torch.full((len(x),), sigma)
-        return self.model.apply_model(x, t, transformer_options=options)
+        before = {name: getattr(self.model, name) for name in self.object_patches}
+        try:
+            vars(self.model).update(self.object_patches)
+            return self.model.apply_model(x, t, transformer_options=options)
+        finally:
+            vars(self.model).update(before)
+
+
+class OlderModelPatcher(ModelPatcher):
+    """Before 0.18.1."""
+
+    def clone(self):
+        return super().clone()
 
 
 def load_diffusion_model(unet_path, model_options=None):
     return ModelPatcher(BaseModel())
+
+
+# -- what tests/front/test_comfyui_nodes.py calls of an engine, as in comfyui_real.py ----
+
+
+def load(folder):
+    """As ComfyUI's loader: a module whose name is the folder's path, which need not be a name."""
+    spec = importlib.util.spec_from_file_location(str(folder), folder / "__init__.py")
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.NODE_DISPLAY_NAME_MAPPINGS.keys() == module.NODE_CLASS_MAPPINGS.keys()
+    LOADED.update(module.NODE_CLASS_MAPPINGS)
+    return module.NODE_CLASS_MAPPINGS
+
+
+LOADED: dict = {}
+
+
+def sample(model, steps: int):
+    x = torch.randn(1, 64, 128, generator=torch.Generator().manual_seed(1))
+    for i in range(steps):
+        sigma = model.get_model_object("model_sampling").percent_to_sigma(i / steps)
+        x = (x + model.step(x, sigma)) / 2
+    return x
+
+
+def shifted(model):
+    model = model.clone()
+    model.add_object_patch("model_sampling", Flow(2.0))
+    return model
+
+
+def errors_of(prompt: dict, models: dict) -> list[str]:
+    """Of our own nodes alone."""
+    found = []
+    for node in (each for each in prompt.values() if each["class_type"] in LOADED):
+        inputs = LOADED[node["class_type"]].INPUT_TYPES()["required"]
+        assert inputs.keys() == node["inputs"].keys()
+        for (name, (kind, more)), value in zip(inputs.items(), node["inputs"].values()):
+            if value not in kind if isinstance(kind, list) else not more.get("max", value) >= value:
+                found.append(f"{name} {value}")
+    return found
 
 
 # -- comfy_api.torch_helpers ----

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import nvfp4, tiles, triton
@@ -22,7 +21,7 @@ from sage_inductor.ops.compile import travels
 from sage_inductor.ops.launch import launch_cached, launch_traced
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
-from sage_inductor.ops.register import opaque
+from sage_inductor.ops.register import opaque, triton_op
 
 
 class Problem(NamedTuple):
@@ -209,9 +208,7 @@ def launched(given: dict, run: Callable, gpu: gpus.Gpu) -> tuple[Tensor, Tensor]
 
 
 OUTPUTS = tuple[Tensor, Tensor]
-attention = triton_op(
-    "sage::attention", schema_of(AttentionCall, OUTPUTS, _attention), mutates_args=()
-)
+attention = triton_op(schema_of(AttentionCall, OUTPUTS, _attention))
 attention_opaque = opaque(
     "attention_opaque",
     schema_of(AttentionCall, OUTPUTS, _attention_opaque),

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import HAS_PDL, launch_cached
@@ -15,16 +14,16 @@ from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import empty_v, launch_v
 from sage_inductor.ops.recipe import decode
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.register import opaque
+from sage_inductor.ops.register import opaque, triton_op
 
 
-@triton_op("sage::smooth", mutates_args=())
+@triton_op
 def smooth(xs: list[Tensor], visible: Tensor | None, keep: int = 1) -> tuple[Tensor, Tensor]:
     """`launch_smooth`: mean and max |x - mean| of one or two tensors, over the sequence."""
     return (reference.smooth if _on_cpu(xs[0]) else launch_smooth)(xs, visible, keep)
 
 
-@triton_op("sage::quantize_k", mutates_args=())
+@triton_op
 def quantize_k(
     k: Tensor, k_mean: Tensor, recipe: str, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -33,7 +32,7 @@ def quantize_k(
     return run(k, k_mean, decode(recipe), visible)
 
 
-@triton_op("sage::quantize_v", mutates_args=())
+@triton_op
 def quantize_v(
     v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str, saturate: bool
 ) -> tuple[Tensor, Tensor]:
@@ -42,7 +41,7 @@ def quantize_v(
     return run(v, v_mean, v_amax, decode(recipe), saturate)
 
 
-@triton_op("sage::quantize_kv", mutates_args=())
+@triton_op
 def quantize_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: str) -> list[Tensor]:
     """`launch_kv`: all of the preparation in one pass, by estimated statistics. In a head where a
     row of v is beyond the estimated amax, v is scaled by the amax of all its rows."""
@@ -80,7 +79,7 @@ def estimate(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return k_mean, v_mean, v_amax
 
 
-@triton_op("sage::quantize_nvfp4", mutates_args=())
+@triton_op
 def quantize_nvfp4(
     x: Tensor, mean: Tensor, amax: Tensor, along_n: bool, saturate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

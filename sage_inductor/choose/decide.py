@@ -24,7 +24,6 @@ from sage_inductor.choose.candidates import Candidate, auto_recipes, by_tiles
 from sage_inductor.choose.cost import Prediction, Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
-from sage_inductor.errors import SageOptionError
 from sage_inductor.names import AUTO, OFF, check_recipe
 from sage_inductor.ops import compat
 from sage_inductor.ops import recipe as recipes
@@ -71,7 +70,7 @@ def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
 def decide(call: Call, settings: Settings) -> Decision:
     """What becomes of `call`; nothing is changed yet."""
     if call.recipe is not None:
-        check_requested(call.recipe)
+        check_recipe("sage_inductor.attention: recipe", call.recipe)
     if settings.recipe == OFF and not settings.policy:
         return Decision(None, reasons.IS_OFF())
     reason = call.refused or why_not(call)
@@ -89,6 +88,9 @@ def decide(call: Call, settings: Settings) -> Decision:
     call = dataclasses.replace(call, selection=request.selection)
     candidate, reason, times = _quantized(call, settings, request)
     if candidate is None:
+        if _gains_unrepeated(call):
+            heads = [value_of(x).shape[1] for x in (call.k, call.q)]
+            return Decision(None, reasons.UNREPEATED(*heads, reason), times=times, unrepeats=True)
         return Decision(None, reason, times=times)
     if settings.portable and (refused := _of_one_block(call, candidate.recipe)):
         return Decision(None, refused)
@@ -101,12 +103,25 @@ def decide(call: Call, settings: Settings) -> Decision:
     return Decision(candidate.recipe, reason, candidate.warpgroups, request.selection, times=times)
 
 
-def check_requested(recipe: str) -> None:
-    """Raise SageOptionError unless it is one that sage_inductor.attention may be asked for."""
-    try:
-        check_recipe("sage_inductor.attention: recipe", recipe)
-    except ValueError as error:
-        raise SageOptionError(str(error)) from None
+# From this version on cuDNN's kernel for one query takes a mask and heads that are not repeated,
+# and torch prefers it on Hopper. Elsewhere SDPA's math computes a mask with enable_gqa.
+CUDNN = 91501
+
+
+def _gains_unrepeated(call: Call) -> bool:
+    """Whether SDPA is faster by heads of k and v that are not repeated: for one query on Hopper, as
+    a static cache is read. Two queries are computed by SDPA's math."""
+    q, shape = value_of(call.q), CallShape.of(call)
+    return (
+        call.repeated > 1
+        and not call.out.requires_grad
+        and statically_true(q.shape[2] == 1)
+        and shape.capability == (9, 0)
+        and shape.dtype in (torch.float16, torch.bfloat16)
+        and max(shape.q[3], shape.v[3]) <= 128
+        and torch.backends.cuda.cudnn_sdp_enabled()
+        and (torch.backends.cudnn.version() or 0) >= CUDNN
+    )
 
 
 # -- what is asked for ----
@@ -155,10 +170,7 @@ def _answer(call: Call, settings: Settings) -> str | None:
         module, layer_of(module), int(shape.q[3]), *(_length(n, settings) for n in shape.lengths),
         shape.kind, shape.dtype, shape.device, settings.stage,
     )  # fmt: skip
-    try:
-        return ask(settings.policy, described)
-    except ValueError as error:
-        raise SageOptionError(str(error)) from error.__cause__
+    return ask(settings.policy, described)
 
 
 # -- what it becomes ----

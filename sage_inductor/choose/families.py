@@ -20,7 +20,8 @@ from sage_inductor.choose import cost
 from sage_inductor.choose.cost import TRAINED, Fit, Prediction, Sizes
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.gpus import Gpu
-from sage_inductor.ops.recipe import NAMED, source_tag, unrotated
+from sage_inductor.ops.recipe import NAMED, unrotated
+from sage_inductor.ops.sources import source_tag
 from sage_inductor.patterns.call import Band
 from sage_inductor.patterns.call_shape import CallShape
 

@@ -120,8 +120,9 @@ def _apart(function: Callable) -> Callable:
 def measure(case: BenchmarkCase, rounds: int = ROUNDS) -> Timed:
     """As `benchmark`, here and now. Where no backend computes the call (with a mask none has rows
     of, say, 63 channels), SDPA's "math" is timed as well, which it falls back to."""
-    quiet = warnings.catch_warnings()
-    with _one_at_a_time, torch.no_grad(), torch.cuda.device(case.shape.device), quiet:
+    device, quiet = case.shape.device, warnings.catch_warnings()
+    apart = torch.cuda.device(device), torch.cuda.stream(_stream(device))
+    with _one_at_a_time, torch.no_grad(), apart[0], apart[1], quiet:
         warnings.simplefilter("ignore", UserWarning)  # why a backend has no such calls
         found = _measured(case, rounds)
         of_sdpa = [found[name] for name in case.rivals if name in found]
@@ -134,7 +135,7 @@ def measure(case: BenchmarkCase, rounds: int = ROUNDS) -> Timed:
 def _measured(case: BenchmarkCase, rounds: int) -> Timed:
     try:
         found = time_calls(calls_of(case), rounds)
-    except Exception as error:  # out of memory for the inputs, say
+    except RuntimeError as error:  # out of memory for the inputs, say
         found = dict.fromkeys(case.candidates, error)
     return {
         name: f"{type(ms).__name__}: {ms}".split("\n")[0] if isinstance(ms, Exception) else ms
@@ -230,39 +231,62 @@ def start_compiling(cases: Sequence[BenchmarkCase]) -> list[concurrent.futures.F
 # -- the clock ----
 
 
+# A rank that waits for the whole device waits for other streams' sends and receives, too. Another
+# rank may wait in `agreed` for this one's times before it joins them. So what is timed has a stream
+# of its own, and the host waits for events of that stream alone.
+
+
+@functools.cache
+def _stream(device: torch.device) -> "torch.cuda.Stream | None":
+    """One for all calls: torch keeps what a stream has freed for that stream."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
 def time_calls(calls: dict, rounds: int = ROUNDS) -> dict:
     """ms of each, the median of so many rounds, in which they change places: power limits the card.
-    Of what fails, the error."""
+    Of what fails, the error; of what has too little memory, after it failed again with all that
+    torch had cached."""
     times, failed, names = {name: [] for name in calls}, {}, list(calls)
+    graphs = []
     for i in range(rounds):
         for name in names[i:] + names[:i]:
             if name in failed or max(times[name], default=0) > ONE_ROUND_MS:
                 continue
             try:
-                ms = time_call(calls[name])
-            except Exception as error:  # of Triton, of the driver, out of memory, ...
+                try:
+                    ms = time_call(calls[name], graphs)
+                except torch.OutOfMemoryError:  # torch frees nothing of its cache in a capture
+                    graphs.clear()
+                    torch.cuda.empty_cache()  # waits for the whole device
+                    ms = time_call(calls[name], graphs)
+            except Exception as error:  # noqa: BLE001  (Triton's, the driver's: reports say it)
                 failed[name] = error
             else:
                 times[name].append(ms)
     return {name: failed.get(name) or statistics.median(times[name]) for name in calls}
 
 
-def time_call(call: Callable) -> float:
-    """ms of one call on the GPU alone: the median over replays of a CUDA graph of GRAPH_MS.
+def time_call(call: Callable, graphs: list) -> float:
+    """ms of one call on the GPU alone: the median over replays of a CUDA graph of GRAPH_MS. The
+    current stream must not be the default one. graphs: holds the graph whose memory this one takes,
+    if there is one, and then this one.
 
     As triton.testing.do_bench_cudagraph, but for how it captures: another thread of the user's that
     allocates meanwhile (cudaMalloc) breaks a capture in CUDA's "global" mode, and may itself fail.
+    And torch.cuda.graph waits for the whole device.
     """
-    with torch.cuda.stream(torch.cuda.Stream()):
-        call()  # compiles
-        ms = _elapsed(lambda: [call() for _ in range(5)]) / 5
-        repeats = max(1, int(GRAPH_MS / ms)) if ms else 1000
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(repeats):
-                call()
-        torch.cuda.synchronize()
-        return statistics.median(_elapsed(graph.replay) / repeats for _ in range(REPLAYS))
+    call()  # compiles
+    ms = _elapsed(lambda: [call() for _ in range(5)]) / 5
+    repeats = max(1, int(GRAPH_MS / ms)) if ms else 1000
+    graph, pool = torch.cuda.CUDAGraph(), [each.pool() for each in graphs]
+    graph.capture_begin(*pool, capture_error_mode="thread_local")
+    try:
+        for _ in range(repeats):
+            call()
+    finally:
+        graph.capture_end()
+    graphs[:] = [graph]
+    return statistics.median(_elapsed(graph.replay) / repeats for _ in range(REPLAYS))
 
 
 def _elapsed(run: Callable) -> float:
@@ -270,7 +294,7 @@ def _elapsed(run: Callable) -> float:
     begin.record()
     run()
     end.record()
-    torch.cuda.synchronize()
+    end.synchronize()
     return begin.elapsed_time(end)
 
 

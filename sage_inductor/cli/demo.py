@@ -6,6 +6,7 @@ rows and columns, no mask, q and k and v as transposed views of [B, N, H, D].
 Shapes: B batch, N tokens, C channels, H heads, D head_dim.
 """
 
+import argparse
 import copy
 import functools
 import statistics
@@ -15,8 +16,11 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
 
+from sage_inductor.cli import positive
 from sage_inductor.cli.progress import Progress, track
 from sage_inductor.measure import compare
+from sage_inductor.names import AUTO
+from sage_inductor.ops.recipe import NAMED, canonical
 from sage_inductor.report import report
 
 LATENT_CHANNELS = 16
@@ -102,6 +106,30 @@ class Denoiser(nn.Module):
 
 
 # -- the command ----
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compile a diffusion transformer with backend='sage'; print what became of its attention "
+        "calls, how far the output is from exact attention and, on a GPU, the times with it and "
+        "with backend='inductor'. On CPU the recipe is emulated."
+    )
+    parser.add_argument(
+        "--recipe", default=AUTO, type=canonical, choices=(AUTO, *NAMED), help="default: auto"
+    )
+    parser.add_argument(
+        "--size", type=_even, help="side of the latent image; tokens = (size / 2)^2 (64; GPU: 256)"
+    )
+    parser.add_argument("--layers", type=positive, default=4, help="default: 4")
+    parser.add_argument(
+        "--force", action="store_true", help="on a GPU: rewrite also where SDPA is faster"
+    )
+
+
+def _even(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0 and int(text) % PATCH == 0):
+        raise argparse.ArgumentTypeError(f"must be a positive even number, got {text!r}")
+    return int(text)
 
 
 def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:

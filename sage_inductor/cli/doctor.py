@@ -1,6 +1,7 @@
 """``python -m sage_inductor doctor``: what is installed, whether each recipe runs on each device,
 and what the policy chooses there."""
 
+import argparse
 import itertools
 import platform
 from typing import NamedTuple
@@ -10,11 +11,12 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend
 
-from sage_inductor import config
 from sage_inductor.backend import explain
 from sage_inductor.choose import families, tables
 from sage_inductor.cli.progress import track
 from sage_inductor.cli.tune import lines
+from sage_inductor.config import config
+from sage_inductor.lowering import replay
 from sage_inductor.measure import compare
 from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
@@ -23,6 +25,7 @@ from sage_inductor.ops.compat import fused_sdp_choice, untested
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.ops.sources import source_tag
 
 
 class Probe(NamedTuple):
@@ -33,6 +36,14 @@ class Probe(NamedTuple):
     kind: str
     runs: bool | None  # None: the device has no kernel for it. False: it should have run
     finding: str
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print versions and devices, run every recipe on every device against exact attention, and "
+        "say what recipe 'auto' chooses. Exit code 1 if one that should run fails."
+    )
+    parser.add_argument("--verbose", action="store_true", help="a line for each small call")
 
 
 def doctor(verbose: bool = False) -> int:
@@ -46,7 +57,7 @@ def doctor(verbose: bool = False) -> int:
     policies = {device: _policy(device) for device in probes}
 
     print(verdict(registered, [(d, probes[d], policies[d][1]) for d in probes]))
-    print(f"\nsage_inductor {recipes.source_tag()}")
+    print(f"\nsage_inductor {source_tag()}")
     print(f"torch {torch.__version__}, triton {triton.__version__}", end=", ")
     print(f"Python {platform.python_version()}, {platform.platform()}")
     if untested():
@@ -54,6 +65,8 @@ def doctor(verbose: bool = False) -> int:
     print('backend="sage":', "registered" if registered else "NOT registered: install the package")
     if not devices:
         print("no CUDA device: attention stays SDPA; what follows is the recipes' emulation")
+    else:
+        print(_by_python() or "C++ submits the calls of compiled models")
     for device in probes:
         print(f"\n{_name(device)}")
         print(f"  SDPA runs {sdpa_backend(device)}")
@@ -103,7 +116,7 @@ def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> 
     if not run:
         return f"NOTHING RUNS HERE: {where} (sm_{_sm(device)}) is older than sm_80: all stays SDPA"
     some = f"{len(run)} of {len(recipes.NAMED)} recipes run on {where}"
-    if lost := tiles.hopper_unavailable(gpus.capability(device)):
+    if lost := tiles.hopper_unavailable(gpus.capability(device)) or _by_python():
         return f"SLOWER THAN IT COULD BE: {some}, but {lost}"
     if not auto_rewrites:
         return (
@@ -111,6 +124,10 @@ def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> 
             "`python -m sage_inductor tune` has found from which lengths it is faster"
         )
     return f'READY: {some}, and "auto" rewrites the calls that are measured to be faster'
+
+
+def _by_python() -> str:
+    return (why := replay.why_python()) and f"{replay.BY_PYTHON}: {why}"
 
 
 def _name(device: torch.device) -> str:
@@ -157,7 +174,7 @@ def _probe(device, name: str, head_dim: int, kind: str) -> tuple[bool | None, st
         call = SdpaCall.of(q, k, v, scale, recipe.encode(), padding, band, out_bnhd=True)
         out, _ = torch.ops.sage.sdpa(*call)
         error = compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
-    except Exception as exception:  # whatever a driver or a compiler makes of it is the finding
+    except Exception as exception:  # noqa: BLE001  (what a driver or a compiler says is the finding)
         return False, f"FAILED: {type(exception).__name__}: {str(exception).partition(chr(10))[0]}"
     right = error["relative L1"] <= wrong_from  # also False for NaN
     return right, f"{error['relative L1']:.4f}" + ("" if right else f"  WRONG: above {wrong_from}")

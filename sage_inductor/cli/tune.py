@@ -1,6 +1,7 @@
 """``python -m sage_inductor tune``: measure every GPU, print the table and write it where later
 processes read it."""
 
+import argparse
 import functools
 import itertools
 import sys
@@ -8,10 +9,32 @@ import sys
 import torch
 
 from sage_inductor.choose import tables, timing
+from sage_inductor.choose.cost import TIMED
 from sage_inductor.choose.families import Table
+from sage_inductor.cli import positive
 from sage_inductor.cli.progress import track
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure attention with all preparation against SDPA's backends on every GPU, and write "
+        "the times by which 'auto' predicts a call's to where later processes read them. Some "
+        "minutes a GPU; nothing else should run on it."
+    )
+    parser.add_argument(
+        "--head-dims", type=positive, nargs="+", default=timing.TUNED_HEAD_DIMS, metavar="D",
+        help=f"default: {_listed(timing.TUNED_HEAD_DIMS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kinds", choices=TIMED, nargs="+", default=timing.TUNED_KINDS, metavar="KIND",
+        help=f"types of calls, of {_listed(TIMED)}; default: {_listed(timing.TUNED_KINDS)}",
+    )  # fmt: skip
+
+
+def _listed(names) -> str:
+    return ", ".join(map(str, names))
 
 
 def tune(head_dims: list[int], kinds: list[str]) -> int:

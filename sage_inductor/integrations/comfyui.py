@@ -5,13 +5,13 @@ override, which is called with that function in front. A call goes on to the ove
 before, else to the function, where
 
     low_precision_attention=False, attn_precision=float32     its model asks for exact attention
-    the stage in force is `exact`                             a node's user does (`by_sigma`)
+    the stage in force is `exact`                             a node's user does (`by_percent`)
     the policy, a limit or predicted times say so             SDPA would compute it
 
 While torch.compile traces it, only the first are known: the other calls become
 ``sage_inductor.attention``, and whoever compiles them decides.
 
-Written from ComfyUI's source of November 2026, and never run inside ComfyUI.
+Run in ComfyUI 0.33.0, 0.18.1, 0.8.0, 0.3.68 on a CPU, emulated (tests/front/test_comfyui_nodes.py).
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
@@ -81,18 +81,32 @@ def override(
     return sage_override
 
 
-def by_sigma(**ranges: tuple[float, float]) -> Callable:
+def by_percent(**ranges: tuple[float, float]) -> Callable:
     """A wrapper for ModelPatcher.add_wrapper_with_key("apply_model", ...): each step of a sampler
-    runs in a stage by its sigma.
+    runs in a stage by its place in the denoising, which goes from 0 to 1.
 
-    edge=(0.9, 0.1): steps with a sigma above 0.9 or below 0.1 are in the stage "edge", the others
-    in none. With several stages, the first that claims a step has it. Each call of the model waits
-    for the GPU once, to read sigma.
+    edge=(0.1, 0.9): steps before 0.1 or after 0.9 are in the stage "edge", the others in none. With
+    several stages, the first that claims a step has it. Each call of the model waits for the GPU
+    once, to read sigma.
+
+    Raises ValueError unless 0 <= start <= end <= 1.
     """
+    for name, (start, end) in ranges.items():
+        if not 0 <= start <= end <= 1:
+            raise ValueError(
+                f"{name}: the range must start at or before its end, and both must be in 0 .. 1, "
+                f"got start {start} and end {end}"
+            )
 
     def in_stage(executor, x: Tensor, t: Tensor, *args, **kwargs):
         sigma = t.flatten()[0].cpu()  # compared in its dtype, in which a bound of 0.9 is 0.9
-        names = (name for name, (high, low) in ranges.items() if sigma > high or sigma < low)
+        # Read at each step: a ModelSampling node may come after ours.
+        at = executor.class_obj.model_sampling.percent_to_sigma
+        names = (
+            name for name, (start, end) in ranges.items()
+            # A flow starts at the sigma of 0, so a range that ends at 0 is known by its end alone.
+            if end <= 0 or (start > 0 and sigma > at(start)) or (end < 1 and sigma < at(end))
+        )  # fmt: skip
         with stages.stage(next(names, None)):
             return executor(x, t, *args, **kwargs)
 
@@ -116,7 +130,10 @@ def _attend(
         return None
     if not skip_reshape:
         D = q.shape[-1] // heads
-        q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k, v))  # [B, H, N, D]
+        H_kv = k.shape[-1] // D if enable_gqa else heads
+        # -> [B, H, N, D], as ComfyUI does it: v of SD3 and CogVideoX is [B, N, H, D].
+        each = (q, heads), (k, H_kv), (v, H_kv)
+        q, k, v = (x.reshape(len(x), -1, H, D).transpose(1, 2) for x, H in each)
     if mask is not None and mask.ndim < 4:
         mask = mask.reshape(-1, 1, *mask.shape[-2:])
     if tracing:

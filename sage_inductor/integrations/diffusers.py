@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import config
+from sage_inductor.config import config
 from sage_inductor.functional import attention
 from sage_inductor.parallel import gather_attention
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import time
 import zipfile
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from instead import InThisProcess, op_by_op
 
-from bench import packages
+from bench import measure, packages
 
 CPU = torch.device("cpu")
 ARGS = SimpleNamespace(rounds=2, target_ms=1.0)
@@ -164,16 +163,21 @@ def test_every_part_of_a_row_has_a_process_and_a_package_its_own_caches(monkeypa
     assert {row["error"] for row in found} == {"Wrong: expected: no compiler"}
 
 
-def test_launched_calls_are_timed_until_they_are_done():
+def test_launched_calls_are_timed_until_they_are_done(monkeypatch):
     """The work of `slow` is done where the clock waits for it."""
-    waiting = []
+    waiting, now = [], [0.0]
 
     def synchronize():
-        time.sleep(0.002 * len(waiting))
+        now[0] += 0.002 * len(waiting)
         waiting.clear()
 
-    calls = {"slow": lambda: waiting.append(1), "fast": lambda: None}
-    clock = functools.partial(packages.wall, synchronize)
+    def fast():
+        now[0] += 0.0001
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+
+    calls = {"slow": lambda: waiting.append(1), "fast": fast}
+    clock = functools.partial(measure.wall, synchronize)
     found = packages.in_turns(calls, 3, 1.0, clock, least=3)
     assert len(found["slow"]) == len(found["fast"]) == 3
-    assert min(found["slow"]) >= 2 > 1 > max(found["fast"])
+    assert found == {"slow": pytest.approx([2.0] * 3), "fast": pytest.approx([0.1] * 3)}

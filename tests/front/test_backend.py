@@ -7,6 +7,8 @@ import functools
 import json
 import logging
 import os
+import pydoc
+import re
 import subprocess
 import sys
 import textwrap
@@ -28,7 +30,7 @@ from torch.testing import assert_close
 import sage_inductor
 from sage_inductor import SageOptionError, SageRefused, config, inductor_pass, options, settings
 from sage_inductor.backend import sage_backend
-from sage_inductor.ops import recipe as recipes
+from sage_inductor.ops import sources
 from sage_inductor.policy import Rule
 from sage_inductor.settings import Settings
 
@@ -284,6 +286,29 @@ def test_what_users_type_can_be_listed_and_is_shown_in_few_words():
     assert repr(sage_inductor.Policy((Rule("off"),))) == "Policy([{'recipe': 'off'}])"
     with sage_inductor.stage(None):
         assert repr(sage_inductor.Schedule(edge=(5, 2))) == "Schedule(edge=(5, 2))"
+    model = torch.nn.Linear(1, 1)
+    for waiting, name in (
+        (sage_inductor.explain(model), "explain(Linear)"),
+        (sage_inductor.diagnose(model), "diagnose(Linear)"),
+        (sage_inductor.diagnose_training(model, loss=torch.mean), "diagnose_training(Linear)"),
+        (sage_inductor.explain(F.relu), "explain(relu)"),
+    ):
+        assert repr(waiting).startswith(
+            f"<function {name}, to be called with the model's arguments"
+        )
+
+
+def test_help_begins_with_what_is_public_and_what_each_setting_means():
+    shown = " ".join(pydoc.plain(pydoc.render_doc(sage_inductor)).split())
+    public = shown[: shown.index("PACKAGE CONTENTS")]
+    assert all(
+        re.search(rf"[:,] {name}\b", public) for name in dir(sage_inductor) if name[0] != "_"
+    )
+    shown = " ".join(pydoc.plain(pydoc.render_doc(config)).replace("|", " ").split())
+    methods = shown.index("Method resolution order")
+    places = [shown.index(f" {x.name}: {x.doc} (default: ") for x in options.SETTINGS.values()]
+    assert shown.index("class Config") < places[0] and places == sorted(places)
+    assert places[-1] < methods
 
 
 # -- backend="inductor" with the pass ----
@@ -570,18 +595,18 @@ def test_warm_caches_hit_with_the_same_settings_and_miss_with_others(tmp_path):
 
 
 def test_a_recipes_tag_is_of_every_source_that_says_what_it_means(tmp_path, monkeypatch):
-    here, tags = tmp_path / "ops" / "recipe.py", set()
-    sources = "ops/a.py", "ops/nested/b.py", "lowering/c.py", "lowering/nested/d.py", "lowering/e.h"
-    for changed in (None, *sources):
+    here, tags = tmp_path / "ops" / "sources.py", set()
+    files = "ops/a.py", "ops/nested/b.py", "lowering/c.py", "lowering/nested/d.py", "lowering/e.h"
+    for changed in (None, *files):
         if changed:
             (tmp_path / changed).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / changed).write_text(f"# {changed}")
-        monkeypatch.setattr(recipes, "__file__", str(here))
-        tags.add(recipes.source_tag.__wrapped__())
+        monkeypatch.setattr(sources, "__file__", str(here))
+        tags.add(sources.source_tag.__wrapped__())
     (tmp_path / "patterns").mkdir()
     (tmp_path / "patterns" / "e.py").write_text("# of what is found, not of what it means")
-    tags.add(recipes.source_tag.__wrapped__())
-    assert len(tags) == 6 and all(tag.startswith(recipes.VERSION + "+") for tag in tags)
+    tags.add(sources.source_tag.__wrapped__())
+    assert len(tags) == 6 and all(tag.startswith(sources.__version__ + "+") for tag in tags)
 
 
 def test_environment_sets_the_config(monkeypatch):

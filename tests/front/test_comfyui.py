@@ -1,10 +1,7 @@
-"""Our attention in ComfyUI, by a stand-in with its signatures: tests/comfyui_stand_in.py. It was
-never run inside ComfyUI. On CPU recipes are emulated."""
+"""Our attention in ComfyUI, by a stand-in with its signatures: tests/comfyui_stand_in.py. On CPU
+recipes are emulated. test_comfyui_nodes.py tests the nodes."""
 
-import inspect
-import runpy
 import sys
-from pathlib import Path
 
 import comfyui_stand_in as stand_in
 import pytest
@@ -17,7 +14,6 @@ from sage_inductor import config, stages
 from sage_inductor.integrations import comfyui
 from sage_inductor.ops.recipe import TABLE
 
-NODE = Path(__file__).parents[2] / "docs" / "examples" / "comfyui_node.py"
 RECIPE = "sage2-8b"
 
 
@@ -26,16 +22,6 @@ def comfy(monkeypatch):
     stand_in.install(monkeypatch)
     with config.patch(emulate=True, recipe=RECIPE):
         yield
-
-
-def node_of(name: str):
-    """A node, as ComfyUI finds it in the file that a user copies."""
-    return runpy.run_path(str(NODE))["NODE_CLASS_MAPPINGS"][name]()
-
-
-@pytest.fixture
-def node():
-    return node_of("SageInductorAttention")
 
 
 def flat(x):
@@ -92,6 +78,14 @@ def test_arguments_may_come_by_position():
     same = sage_inductor.attention(q, k, v, with_heads(mask))
     given = flat(q), flat(k), flat(v), 4, mask, None, False, True
     assert torch.equal(comfyui.override()(refuse, *given), same)
+
+
+def test_k_and_v_may_come_with_their_heads_apart():
+    """v in SD3, CogVideoX and Hunyuan3D, k and v in SD3's context processor."""
+    q, k, v = random_qkv(N=48, N_kv=80)
+    same = flat(sage_inductor.attention(q, k, v))
+    for each in (flat(k), k.transpose(1, 2)):
+        assert torch.equal(comfyui.override()(refuse, flat(q), each, v.transpose(1, 2), 4), same)
 
 
 def test_the_recipe_is_the_overrides_and_unknown_arguments_are_ignored():
@@ -175,8 +169,9 @@ def x():
     return torch.randn(1, 64, 128)
 
 
-def test_steps_are_in_stages_by_sigma(model, x):
-    model.add_wrapper_with_key("apply_model", "", comfyui.by_sigma(edge=(0.8, 0.2), late=(9, 0.4)))
+def test_steps_are_in_stages_by_their_place(model, x):
+    edge_and_late = comfyui.by_percent(edge=(0.2, 0.8), late=(0, 0.6), none=(0, 1))
+    model.add_wrapper_with_key("apply_model", "", edge_and_late)
     seen = []
 
     def override(function, *args, **kwargs):
@@ -188,6 +183,12 @@ def test_steps_are_in_stages_by_sigma(model, x):
         model.step(x, sigma)
     assert seen[::2] == seen[1::2] == ["edge", None, None, "late", "late", "edge"]
     assert stages.current() is None
+
+
+@pytest.mark.parametrize("bounds", [(0.6, 0.4), (-0.1, 1), (0, 1.1)])
+def test_a_range_that_is_none_is_refused(bounds):
+    with pytest.raises(ValueError, match=f"edge: .* got start {bounds[0]} and end {bounds[1]}"):
+        comfyui.by_percent(edge=bounds)
 
 
 # -- the registered function ----
@@ -235,111 +236,18 @@ def test_without_comfyui_or_with_another_the_error_says_what_must_hold(name, mon
         sage_inductor.register("comfyui")
 
 
-# -- the node ----
-
-
-@pytest.mark.parametrize("name", ["SageInductorAttention", "SageInductorCompile"])
-def test_a_nodes_inputs_are_those_of_its_function(name):
-    node = node_of(name)
-    inputs = node.INPUT_TYPES()["required"]
-    function = getattr(node, node.FUNCTION)
-    assert list(inputs) == list(inspect.signature(function).parameters)
-    choices, given = inputs["recipe"]
-    assert given["default"] in choices and set(choices) == {"auto", *TABLE}
-    assert node.RETURN_TYPES == ("MODEL",) and isinstance(node.CATEGORY, str)
-
-
-def test_the_node_patches_a_clone(node, model, x):
-    exact = model.step(x, 0.5)
-    (patched,) = node.patch(model, "sage1", 0.0, 1.0)
-    found = patched.step(x, 0.5)
-    assert 0 < relative_l1(found, exact) < 0.1
-    assert {site.recipe for site in sage_inductor.report()} == {"sage1"}
-    assert torch.equal(model.step(x, 0.5), exact)
-    assert "wrappers" not in patched.model_options["transformer_options"]  # nothing reads sigma
-
-
-def test_the_node_leaves_the_first_and_last_steps_exact(node, model, x):
-    exact = model.step(x, 0.5)
-    (patched,) = node.patch(model, "auto", 0.25, 0.75)
-    same = [torch.equal(patched.step(x, sigma), exact) for sigma in (1.0, 0.75, 0.5, 0.25, 0.1)]
-    assert same == [True, False, False, False, True]
-    (again,) = node.patch(patched, "auto", 0.0, 0.75)
-    assert torch.equal(again.step(x, 0.1), exact) and not torch.equal(again.step(x, 1.0), exact)
-    (always,) = node.patch(again, "auto", 0.0, 1.0)
-    assert not torch.equal(always.step(x, 0.1), exact)
-
-
-def test_the_node_keeps_the_override_that_was_there(node, model, x):
-    calls = []
-
-    def previous(function, *args, **kwargs):
-        calls.append(1)
-        return function(*args, **kwargs)
-
-    model.model_options["transformer_options"]["optimized_attention_override"] = previous
-    (patched,) = node.patch(model, "auto", 0.5, 1.0)
-    patched.step(x, 0.25)
-    assert not calls
-    patched.step(x, 0.75)
-    assert len(calls) == 2  # of the two blocks
-
-
 # -- compiled ----
 
 OPTIONS = {"guard_filter_fn": stand_in.skip_torch_compile_dict}
 
 
-def compiled(model, backend="sage"):
-    model = model.clone(disable_dynamic=True)
-    stand_in.set_torch_compile_wrapper(model, backend, options=OPTIONS, fullgraph=True)
-    return model
-
-
-def test_the_stock_compile_node_goes_from_stage_to_stage_by_sigma(model, x):
-    """Of a policy: what an override does is traced once."""
-    exact = model.step(x, 0.5)
-    model.add_wrapper_with_key("apply_model", "", comfyui.by_sigma(edge=(0.8, 0.2)))
-    policy = [{"stage": "edge", "recipe": "off"}, {"layer": 1, "recipe": "sage1"}]
-    with op_by_op(), config.patch(policy=policy):
-        fast = compiled(model)
-        inside, outside = (fast.step(x, sigma) for sigma in (0.5, 0.9))
-    torch.testing.assert_close(outside, exact)
-    assert 0 < relative_l1(inside, exact) < 0.1
-    sites = [site for site in sage_inductor.report() if site.stage is None]
-    assert {site.module: site.recipe for site in sites} == {"blocks.0": RECIPE, "blocks.1": "sage1"}
-    assert {site.spelling for site in sites} == {"SDPA"}
-
-
-def test_the_compile_node_leaves_the_first_and_last_steps_exact(model, x):
-    """Both kinds of steps are compiled in the first, and no guard looks at transformer_options."""
-    exact = model.step(x, 0.5)
-    with op_by_op(), torch._dynamo.config.patch(error_on_recompile=True):
-        (fast,) = node_of("SageInductorCompile").patch(model, "sage1", 0.25, 0.75)
-        found = [fast.step(x, sigma) for sigma in (1.0, 0.75, 0.5, 0.25, 0.1)]
-    errors = [relative_l1(each, exact) for each in found]
-    assert [error > 1e-4 for error in errors] == [False, True, True, True, False]
-    assert max(errors) < 0.1
-    rows = {(site.module, site.recipe) for site in sage_inductor.report() if not site.stage}
-    assert rows == {("blocks.0", "sage1"), ("blocks.1", "sage1")}
-
-
-@pytest.mark.parametrize("recipe", ["auto", "sage1"])
-def test_the_compile_node_leaves_to_the_settings_what_it_is_not_told(recipe, model, x):
-    with op_by_op(), config.patch(policy=[{"layer": 0, "recipe": "off"}]):
-        (fast,) = node_of("SageInductorCompile").patch(model, recipe, 0.0, 1.0)
-        fast.step(x, 1.0)
-    found = {site.module: site.recipe for site in sage_inductor.report()}
-    assert found == {"blocks.0": None, "blocks.1": RECIPE if recipe == "auto" else recipe}
-    wrappers = fast.model_options["transformer_options"]["wrappers"]["apply_model"]
-    assert list(wrappers) == ["torch.compile"]  # nothing reads sigma
-
-
 @pytest.mark.parametrize("backend", ["sage", "aot_eager"])
-def test_an_override_may_be_compiled(backend, node, model, x):
-    """The recipe is the node's under any backend; exact steps are not known while it is traced."""
+def test_an_override_may_be_compiled(backend, model, x):
+    """The recipe is the override's under any backend; exact steps are not known while it is traced."""
     exact = model.step(x, 0.5)
-    (patched,) = node.patch(model, "sage1", 0.0, 1.0)
+    patched = model.clone()
+    override = comfyui.override(recipe="sage1", exact="edge")
+    patched.model_options["transformer_options"]["optimized_attention_override"] = override
     options = OPTIONS if backend == "sage" else None
     stand_in.set_torch_compile_wrapper(patched, backend, options=options, fullgraph=True)
     with op_by_op():
@@ -353,7 +261,7 @@ def test_an_override_may_be_compiled(backend, node, model, x):
     assert {site.spelling for site in sites} == {"sage_inductor.attention"}
 
 
-def test_what_is_exact_by_its_model_is_exact_compiled(node, model, x):
+def test_what_is_exact_by_its_model_is_exact_compiled():
     q, k, v = map(flat, random_qkv())
     function = comfyui.override()
 

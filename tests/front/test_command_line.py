@@ -133,6 +133,9 @@ def a_probe(recipe, runs):
          'NOT MEASURED: 1 of 9 recipes run on NVIDIA Test, but "auto" rewrites nothing until `python'),
         ([a_probe("sage1", True)], True, {"triton": "3.10.0"},
          "SLOWER THAN IT COULD BE: 1 of 9 recipes run on NVIDIA Test, but the Hopper kernel is"),
+        ([a_probe("sage1", True)], True, {"replay": "no g++"},
+         "SLOWER THAN IT COULD BE: 1 of 9 recipes run on NVIDIA Test, but Python submits calls, 5 times "
+         "as slowly as C++ would: no g++"),
         ([a_probe("sage1", True), a_probe("sage2-8b", False)], True, {},
          "BROKEN: 1 of 2 probes fail on NVIDIA Test. Do not ask for sage2-8b: see"),
         ([a_probe("sage1", None)], False, {"capability": (7, 5)},
@@ -140,7 +143,7 @@ def a_probe(recipe, runs):
         ([a_probe("sage1", False)], False, {"hip": "6.4"},
          "NOTHING RUNS HERE: NVIDIA Test is an AMD GPU: all stays SDPA"),
     ],
-    ids=["ready", "not measured", "slower", "broken", "too old", "AMD's"],
+    ids=["ready", "not measured", "slower", "no compiler", "broken", "too old", "AMD's"],
 )  # fmt: skip
 def test_the_verdict_says_what_runs_and_what_to_do(
     monkeypatch, probes, auto_rewrites, here, expected
@@ -149,10 +152,27 @@ def test_the_verdict_says_what_runs_and_what_to_do(
     monkeypatch.setattr(gpus, "capability", lambda device: here.get("capability", (9, 0)))
     monkeypatch.setattr(torch.version, "hip", here.get("hip"))
     monkeypatch.setattr(triton, "__version__", here.get("triton", triton.__version__))
+    monkeypatch.setattr(doctor.replay, "why_python", lambda: here.get("replay", ""))
     each = [(torch.device("cuda", i), probes, auto_rewrites) for i in range(2)]
     line = verdict(True, each)  # of two like GPUs one verdict
     assert line.startswith(expected) and line.count("NVIDIA Test") == 1 and "\n" not in line
     assert verdict(False, each).startswith('BROKEN: torch does not know backend="sage"')
+
+
+@pytest.mark.parametrize("why, row", [
+    ("", "C++ submits the calls of compiled models"),
+    ("no g++", "Python submits calls, 5 times as slowly as C++ would: no g++"),
+])  # fmt: skip
+def test_doctor_says_who_submits_calls_on_a_gpu(why, row, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(recipes, "NAMED", {})
+    monkeypatch.setattr(doctor.replay, "why_python", lambda: why)
+    for name in ("_name", "sdpa_backend"):
+        monkeypatch.setattr(doctor, name, str)
+    monkeypatch.setattr(doctor, "verdict", lambda *_: "")
+    monkeypatch.setattr(doctor, "_policy", lambda device: ("SDPA", False))
+    assert doctor.doctor() == 0
+    assert row in capsys.readouterr().out.splitlines()
 
 
 def test_doctor_names_what_sdpa_runs_and_an_untested_torch(monkeypatch, capsys):
@@ -195,10 +215,10 @@ def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(Progress, "EVERY", {on_terminal: 0.01})
     for _ in track(["compiling"], str):
-        deadline = time.monotonic() + 10
-        while (shown := stream.getvalue()).count(", 0 s") < 2 and time.monotonic() < deadline:
+        seen, hangs = re.compile(r"step 1 of 1: compiling, \d+ s"), time.monotonic() + 600
+        while len(seen.findall(stream.getvalue())) < 2:
+            assert time.monotonic() < hangs
             time.sleep(0.01)
-        assert shown.count("step 1 of 1: compiling, 0 s") >= 2
     shown = stream.getvalue()
     assert shown.startswith("\r"[:on_terminal] + "step 1 of 1: compiling")
     assert "\n" not in shown if on_terminal else "\r" not in shown
@@ -209,7 +229,7 @@ def test_progress_goes_on_while_a_step_runs(monkeypatch, on_terminal):
 def test_make_gpu_refuses_a_machine_without_one():
     command = ["make", "gpu", f"PYTHON={sys.executable}"]
     made = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600
     )
     assert made.returncode == 2 and "torch sees no CUDA device" in made.stderr
     assert "test session starts" not in made.stdout

@@ -357,7 +357,7 @@ assert "sage_inductor" not in sys.modules
 
 def python(code, *args, cwd):
     return subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=cwd, timeout=300, text=True, capture_output=True
+        [sys.executable, "-c", code, *args], cwd=cwd, timeout=900, text=True, capture_output=True
     )
 
 
@@ -372,7 +372,7 @@ def runner(tmp_path_factory):
         torch.save([tensors(each) for each in package.calls], folder / "calls.pt")
         done = subprocess.run(
             ["./runner", mode, package.path, "model", device, "calls.pt", "outputs.pt"],
-            cwd=folder, timeout=300, text=True, capture_output=True,
+            cwd=folder, timeout=900, text=True, capture_output=True,
         )  # fmt: skip
         if done.returncode == 1:
             raise RuntimeError(done.stderr)

@@ -2,6 +2,7 @@
 imports whom."""
 
 import ast
+import email
 import importlib.metadata
 import os
 import re
@@ -14,10 +15,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import sage_inductor
+from sage_inductor.__main__ import COMMANDS
 from sage_inductor.choose import tables
 from sage_inductor.inductor_pass import DECIDES_NOTHING
+from sage_inductor.ops.sources import __version__ as VERSION
 
 ROOT = Path(__file__).parents[2]
+CHANGES = (ROOT / "CHANGELOG.md").read_text()
 ROOMS = ("sage_inductor", "patterns", "lowering", "ops")
 
 
@@ -51,7 +56,7 @@ def wheel(tmp_path_factory):
     source = folder / "source"  # a build leaves files beside the sources, and takes old ones in
     for room in BELOW:
         shutil.copytree(ROOT / room, source / room)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
@@ -75,6 +80,60 @@ def test_the_wheel_is_pure_and_holds_every_module(wheel):
     assert packed == sources | data
 
 
+def links_of(metadata):
+    """Where the description of a package leads."""
+    return re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
+
+
+def test_the_wheel_says_what_it_is_and_its_description_has_no_dead_link(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    metadata = email.message_from_string(archive.read(name).decode())
+    assert metadata["Version"] == VERSION and metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert "torch.compile" in metadata["Keywords"].split(",")
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    python = metadata["Requires-Python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {python}" in metadata.get_all("Classifier")
+    readme = (ROOT / "README.md").read_text()
+    headings = {re.sub(r"[^a-z -]", "", x.lower()).replace(" ", "-") for x in
+                re.findall(r"^#+ (.*)$", readme, re.M)}  # fmt: skip
+    links = links_of(metadata)
+    assert len(links) >= 3
+    assert not [x for x in links if not x.startswith("https://") and x[1:] not in headings]
+    assert "![" not in metadata.get_payload()
+
+
+def test_with_an_address_the_description_leads_to_the_files_of_the_repository(wheel, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(wheel.parent / "source", source, ignore=shutil.ignore_patterns("*.egg-info"))
+    text, address = (source / "setup.py").read_text(), "https://example.org/a/b"
+    assert text.count('ADDRESS = ""') == 1
+    (source / "setup.py").write_text(text.replace('ADDRESS = ""', f'ADDRESS = "{address}"'))
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path],
+        check=True, capture_output=True, cwd=source,
+    )  # fmt: skip
+    metadata = email.message_from_string((tmp_path / "sage_inductor.egg-info/PKG-INFO").read_text())
+    assert f"Source, {address}" in metadata.get_all("Project-URL")
+    within = [x for x in links_of(metadata) if x.startswith(address)]
+    assert len(within) > 30 and f"{address}/blob/HEAD/CHANGELOG.md" in within
+    for link in within:
+        path = link.removeprefix(address).partition("HEAD/")[2].partition("#")[0]
+        assert (ROOT / path).is_file(), link
+    assert not [x for x in links_of(metadata) if not x.startswith(("https://", "#"))]
+
+
+def test_the_citation_is_of_this_version():
+    said = (ROOT / "CITATION.cff").read_text()
+    date = re.search(rf"^## \[{re.escape(VERSION)}\] - (\S+)$", CHANGES, re.M)[1]
+    assert f"\nversion: {VERSION}\ndate-released: {date}\n" in said
+
+
+def test_the_changelog_begins_with_what_is_not_released():
+    assert re.findall(r"^## \[(.*?)\]", CHANGES, re.M)[:2] == ["Unreleased", VERSION]
+
+
 def test_the_demo_runs_from_the_wheel_beside_torch_and_triton_alone(wheel, tmp_path):
     """In a folder of links to what these two require, the wheel unpacked among them. What the backend
     rewrote runs op by op: g++ would take two thirds of the time."""
@@ -95,7 +154,8 @@ def test_the_demo_runs_from_the_wheel_beside_torch_and_triton_alone(wheel, tmp_p
     assert "tqdm" not in done
     code = """
 import runpy
-from sage_inductor import backend
+from sage_inductor import RECIPES, backend
+assert "sage1" in RECIPES
 backend.InductorWrapper.__call__ = lambda self, gm, inputs: gm.forward
 runpy.run_module("sage_inductor", None, "__main__", True)
 """
@@ -138,7 +198,8 @@ SOURCES = {module_of(room, p): (room, p) for room in BELOW for p in (ROOT / room
 
 
 def imports_of(path: Path) -> set[str]:
-    """The files of ours that a file imports, wherever in it, by their modules."""
+    """The files of ours that a file imports, wherever in it, by their modules; those that it names
+    in a string, too, which are imported later."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -147,6 +208,8 @@ def imports_of(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: a relative import"
             names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             found |= {full if full in SOURCES else node.module for full in names.values()}
+        elif isinstance(node, ast.Constant):
+            found |= {str(node.value)} - {"sage_inductor"}  # the distribution's name
     return found & SOURCES.keys()
 
 
@@ -161,6 +224,17 @@ def test_imports_go_down_the_rooms_only():
         if SOURCES[other][0] not in BELOW[SOURCES[module][0]]
     ]
     assert not wrong, wrong
+
+
+def test_a_module_with_a_public_functions_name_is_not_imported_from_the_package():
+    """`from sage_inductor import report` is the function, if somebody has asked for it before."""
+    both = {name for name in sage_inductor.__all__ if f"sage_inductor.{name}" in SOURCES}
+    assert {"report", "diagnose"} <= both
+    for _, path in SOURCES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "sage_inductor":
+                taken = both.intersection(alias.name for alias in node.names)
+                assert not taken or path.stem == "__init__", (path, taken)
 
 
 def test_in_ops_no_oracle_imports_a_kernel():
@@ -191,6 +265,7 @@ def test_the_graph_of_imports_is_the_real_one():
     """Of a room's files each but the entries is imported by some other."""
     entries = {"sage_inductor.__main__"}
     entries |= {module for module, (_, path) in SOURCES.items() if path.stem == "__init__"}
+    entries |= {f"sage_inductor.cli.{command}" for command in COMMANDS}
     assert SOURCES.keys() - set().union(*GRAPH.values()) <= entries
     assert "sage_inductor.ops.sdpa" in GRAPH["sage_inductor.choose.timing"]
 
@@ -222,7 +297,7 @@ def test_the_walk_from_the_backend_to_the_output_is_what_the_docs_say():
 
 def test_the_library_prints_nothing():
     for _, path in SOURCES.values():
-        if path.parent.name != "cli":
+        if path.parent.name != "cli" and path.name != "__main__.py":
             assert not re.search(r"^\s*print\(", path.read_text(), re.M), path
 
 

@@ -33,7 +33,7 @@ from sage_inductor.choose.candidates import Candidate
 from sage_inductor.choose.cost import Sizes
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
-from sage_inductor.ops import exchange, gather, peers, sharding, transport
+from sage_inductor.ops import exchange, gather, notes, peers, sharding, transport
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.gpus import Gpu
@@ -899,6 +899,46 @@ def test_half_the_bytes_of_bf16_are_sent(ranks, P, D):
         assert facts + small + large <= 0.51 * in_16_bits
 
 
+def timed_while_a_receive_waits(group, on) -> tuple:
+    """The first rank times a call, on a GPU that is not there, with a receive under way that the
+    second one answers when it has the first one's times."""
+    store, x = dist.distributed_c10d._get_default_store(), torch.zeros(3)
+    if group.rank():
+        store.get("timing")
+    else:
+        receive = dist.irecv(x, 1, group)
+
+    def measure():
+        store.set("timing", "")
+        with mock.patch.multiple(torch.cuda, **on_no_gpu(receive.wait)):
+            return timing.time_calls({"call": int}, 1)
+
+    found = timing.agreed("with a receive under way", measure)
+    if group.rank():
+        dist.send(x + 1, 0, group)
+    else:
+        receive.wait()
+    return found, x.tolist()
+
+
+def on_no_gpu(wait) -> dict:
+    """Of torch.cuda: an event tells 1 ms, and whoever waits for the whole device waits."""
+    event = SimpleNamespace(record=int, synchronize=int, elapsed_time=lambda end: 1.0)
+    graph = SimpleNamespace(
+        capture_begin=lambda *pool, capture_error_mode: None, capture_end=int, replay=int, pool=int
+    )
+    return {
+        "Event": lambda enable_timing: event, "CUDAGraph": lambda: graph,
+        **dict.fromkeys(("synchronize", "graph", "empty_cache"), lambda *_, **__: wait()),
+        **dict.fromkeys(("Stream", "stream"), lambda *_: contextlib.nullcontext()),
+    }  # fmt: skip
+
+
+def test_who_times_for_all_ranks_does_not_wait_for_what_they_have_yet_to_send(ranks):
+    first, second = ranks(timed_while_a_receive_waits, (None,), (None,))
+    assert first == ({"call": 0.04}, [1.0] * 3) and second == ({"call": 0.04}, [0.0] * 3)
+
+
 # -- errors ----
 
 
@@ -971,6 +1011,22 @@ def wrong():
         "causal": ((q[:, :, :9], k, v), {"is_causal": True}, "rank 2: is_causal needs as many"),
         "too many keys": ((whole, whole, whole), {}, f"at most {MAX_ROWS} keys, got {MAX_ROWS + 80}"),
     }  # fmt: skip
+
+
+def called_by_op(group, tensors, recipe):
+    return torch.ops.sage.gather_sdpa(*tensors, group.group_name, False, 0.125, recipe, [])
+
+
+@pytest.mark.parametrize("text", ["é", '"', "\N{GRINNING FACE}", "a"])
+def test_a_long_message_of_any_characters_reaches_every_rank(ranks, text):
+    """What the ranks tell each other has as many bytes on all of them, else they wait for ever."""
+    recipe = {"right": NAMED[RECIPE].encode(), "wrong": 600 * text}
+    tensors = inputs((40,), **SHAPE)
+    of_ranks = [(tensors, recipe["wrong" if rank == 1 else "right"]) for rank in range(3)]
+    for found in ranks(called_by_op, *of_ranks):
+        assert found.kind == "ValueError", found
+        assert f"sage::gather_sdpa: rank 1: recipe: '{50 * text}" in found.text
+    check_that_they_still_meet(ranks)
 
 
 def test_heads_are_not_exchanged_by_some_ranks_alone(ranks):
@@ -1135,11 +1191,11 @@ def choose(call: Transfer, rates: Rates, has_it: bool = True) -> str:
         mock.patch.object(transport.peers, "of", lambda *_: memory),
     ):
         found = transport.choose(call, group, torch.device("cuda"))
-    (line,) = [each for each in transport.CHOSEN.values()][-1:]
+    (line,) = [each for each in notes.NOTES.values()][-1:]
     by_peers = rates.put and found != "codes" and call.written(found) < LIMIT and has_it
     how = "written to the GPUs' memory" if by_peers else "by collectives"
     assert f"{transport.WAYS[found].format(bits=16)}, {how} (predicted ms: rows " in line
-    transport.CHOSEN.clear()
+    notes.NOTES.clear()
     return found
 
 
@@ -1187,7 +1243,7 @@ def test_what_travels_as_codes_and_by_heads():
 
 @torch.no_grad()
 def measured(group, q, k, v) -> tuple:
-    transport.CHOSEN.clear()
+    notes.NOTES.clear()
     transport._measured.clear()
     with mock.patch.object(transport, "_clock", lambda *_: 1.0 + group.rank()):
         out = gather_attention(q, k, v, group, recipe=RECIPE)

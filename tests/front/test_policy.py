@@ -438,7 +438,7 @@ def raises(call):
         ([{"recipe": {1}}], "sage.policy: must be what JSON can say: .*set"),
         (
             lambda call: "sage4",
-            "must return None, .* got 'sage4'.* for CallDescription.module='layers.0",
+            "must return None, .* for CallDescription.module='layers.0.* got 'sage4'",
         ),
         (raises, "the function raised KeyError: 'layers.0.attn', for CallDescription"),
     ],
@@ -492,6 +492,12 @@ def test_one_rule_is_a_policy():
         assert explain()[1].reason == "the policy says off (rule 1)"
     with pytest.raises(ValueError, match="config.policy: .*rule 1: length must be"):
         config.policy = Rule("off", length=5)
+
+
+def test_a_rule_keeps_one_layer_as_a_range_and_one_head_dim_as_a_tuple():
+    rule = Rule("off", layer=1, head_dim=64)
+    assert rule == Rule("off", layer=(1, 1), head_dim=(64,))
+    assert rule.fits("a.1.b", 64, lambda n: True) and not rule.fits("a.2.b", 64, lambda n: True)
 
 
 @pytest.mark.parametrize("recipe", ["sage9", 1, None, ["sage1"]])
@@ -656,12 +662,33 @@ def test_a_running_service_keeps_its_policy(tmp_path, monkeypatch, caplog):
             if change is not None:
                 monkeypatch.chdir(tmp_path / "elsewhere")
                 Path(path).unlink() if change == "gone" else Path(path).write_text(change)
-            x = torch.randn(1, 2, 8 + i, 16)
-            by_option(x, x), by_config(x, x)
-        assert [s.recipe for s in sage_inductor.report()] == ["sage1"] * 8
+                torch._dynamo.reset()
+            for N in (8 + i, 28 + i):
+                x = torch.randn(1, 2, N, 16)
+                by_option(x, x), by_config(x, x)
+            recipes = [s.recipe for s in sage_inductor.report()]
+            assert recipes and set(recipes) == {"sage1"}
     for reason in (f"{path}:1: not JSON", f"{path}: cannot be read"):
         assert sum(reason in r.message for r in caplog.records) == 1, caplog.text
     assert "stays what this file said before" in caplog.text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [{"recipe": "sage2-8b"}, None])
+def test_graphs_of_a_model_have_one_policy_whatever_becomes_of_the_file(change, tmp_path, caplog):
+    path = written(tmp_path, {"recipe": "sage1"})
+    with config.patch(policy=path, emulate=True):
+        by_option = torch.compile(
+            Attend(), backend="sage", options={**EMULATE, "sage.policy": path}, dynamic=False
+        )
+        by_config = torch.compile(Attend(), backend="sage", dynamic=False)
+        for N in (8, 9, 10):
+            x = torch.randn(1, 2, N, 16)
+            by_option(x, x), by_config(x, x)
+            written(tmp_path, change) if change else Path(path).unlink(missing_ok=True)
+    assert [s.recipe for s in sage_inductor.report()] == ["sage1"] * 6
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"{path} has changed: graphs have what it said before")
 
 
 # -- caches ----

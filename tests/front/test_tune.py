@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import logging
 import re
@@ -17,6 +18,8 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from support import cos_sim, relative_l1
 from support import sdpa as support_sdpa
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -389,7 +392,7 @@ def test_sizes_with_a_band_are_self_attention_longer_than_the_band():
 @pytest.mark.parametrize("kind", cost.TIMED)
 def test_what_is_timed_of_a_family_are_calls_of_its_kind(kind, timed, gpu):
     band = (7, 0) if kind == "window" else (None, 0 if "causal" in kind else None)
-    recipe = "fp8-backward" if kind in cost.TRAINED else PER_TOKEN[0]
+    recipe = trained_or_not(kind)
     sizes = [Sizes(2, 4, 2, N, 50, *band) for N in range(30, 36)]
     timing.measure_family(gpu, Family(64, 32, kind), (recipe,), sizes)
     mask = {
@@ -567,6 +570,11 @@ NEW = Family(48, 32, "full")
 PER_TOKEN = ("sage2-8b-rotated",)
 
 
+def trained_or_not(kind) -> str:
+    """A recipe of such calls."""
+    return "fp8-backward" if kind in cost.TRAINED else PER_TOKEN[0]
+
+
 @pytest.fixture
 def timed(gpu, monkeypatch):
     """Cases that are timed, by `clock`."""
@@ -597,24 +605,39 @@ def test_a_family_is_measured_once_and_kept_for_other_processes(timed, gpu, capl
     assert len(timed) == len(timing.FEW)
 
 
+@pytest.mark.parametrize("kind", cost.TIMED)
+def test_what_was_measured_of_a_kind_is_known_of_that_kind_alone(kind, timed, gpu, monkeypatch):
+    """Also by a process that reads it."""
+    recipe, family = trained_or_not(kind), Family(48, 32, kind)
+    assert timing.calibrate(gpu, family, recipe) is None
+    (sizes,) = family.sizes([LONG[:5]])
+    for _ in range(2):
+        for other in cost.KINDS:
+            found = predicted(dataclasses.replace(family, kind=other), sizes, recipe)
+            assert (found is not None) == (other == kind), other
+        as_another_process()
+    assert {case.shape.kind for case in timed} == {kind}
+
+
 def test_while_one_process_measures_the_others_wait_for_what_it_finds(timed, gpu, monkeypatch):
     """As processes, threads have locks of their own."""
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(case, rounds):
         begun.set()
-        go_on.wait(10)
+        go_on.wait(600)
         timed.append(case)
         return clock(case)
 
     monkeypatch.setattr(timing, "measure", slow)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = pool.submit(timing._calibrated, gpu, NEW, *PER_TOKEN)
-        assert begun.wait(10)
+        assert begun.wait(600)
         second = pool.submit(timing._calibrated, gpu, NEW, *PER_TOKEN)
-        time.sleep(0.2)
-        assert not second.done() and not timed
+        time.sleep(0.2)  # in which it would have begun
+        waits = not second.done() and not timed
         go_on.set()
+        assert waits
         assert first.result()["families"] == second.result()["families"]
     assert len(timed) == len(timing.FEW)
 
@@ -649,8 +672,9 @@ def test_times_of_too_few_sizes_predict_nothing(gpu):
 def test_a_wider_head_dim_of_the_same_kernel_stands_for_a_narrower_one(measured_D, D, known):
     """Up to twice as wide, its rows aligned as the other's are."""
     wide, narrow = Family(measured_D, measured_D, "full"), Family(D, D, "full")
-    assert wide.stands_for(narrow) == known
-    assert not wide.stands_for(dataclasses.replace(narrow, kind="causal"))
+    for kind, other in itertools.product(cost.KINDS, repeat=2):
+        one, two = (dataclasses.replace(x, kind=k) for x, k in ((wide, kind), (narrow, other)))
+        assert one.stands_for(two) == (known and kind == other), (kind, other)
     assert not wide.stands_for(dataclasses.replace(narrow, head_dim_v=D - 1))
     assert not dataclasses.replace(wide, head_dim_v=measured_D - 1).stands_for(narrow)
 
@@ -764,7 +788,8 @@ def test_a_gpu_that_cannot_be_measured_keeps_no_other_from_it(second, gpu, monke
 
 
 def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     given, x = [], torch.zeros(4)
     monkeypatch.setattr(timing, "compile_elsewhere", lambda *args: given.append(args) or "jobs")
@@ -824,7 +849,7 @@ def test_two_processes_that_save_keep_both_tables(gpu):
             with pytest.raises(concurrent.futures.TimeoutError):
                 saving.result(timeout=0.3)
             tables.path_of(GPU).write_text(tables.to_text(first))
-        assert saving.result(timeout=30) == tables.path_of(GPU)
+        assert saving.result(timeout=600) == tables.path_of(GPU)
     found, _ = tables.known(GPU)  # before the built-in one
     assert found.families.keys() == first.families.keys() | second.families.keys()
 
@@ -919,7 +944,8 @@ def on_cpu(monkeypatch):
 
     monkeypatch.setattr(timing.F, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(timing, "sdpa_kernel", lambda backend: lambda function: function)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     timing.benchmark.cache_clear()
     yield runs
     timing.benchmark.cache_clear()
@@ -1082,7 +1108,7 @@ def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
 def test_calls_take_turns_and_one_that_fails_is_left_out(monkeypatch):
     turns = []
 
-    def time_call(call):
+    def time_call(call, graphs):
         turns.append(call)
         if call == "b" and len(turns) > 3:
             raise ValueError("b")
@@ -1092,6 +1118,27 @@ def test_calls_take_turns_and_one_that_fails_is_left_out(monkeypatch):
     found = timing.time_calls({name: name for name in "abc"})
     assert "".join(turns) == "abc" + "ba" + "a"  # c is long
     assert (found["a"], found["c"]) == (3.0, timing.ONE_ROUND_MS + 1.0) and str(found["b"]) == "b"
+
+
+@pytest.mark.parametrize("is_enough", [True, False])
+def test_what_has_too_little_memory_is_timed_again_with_what_torch_had_cached(
+    is_enough, monkeypatch
+):
+    freed, held = [], []
+
+    def time_call(call, graphs):
+        held.append(list(graphs))
+        graphs[:] = [call]
+        if call == "b" and not (freed and is_enough):
+            raise torch.OutOfMemoryError("of 80 GiB")
+        return 1.0
+
+    monkeypatch.setattr(timing, "time_call", time_call)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    found = timing.time_calls({name: name for name in "abc"}, 1)
+    assert (found["a"], found["c"], len(freed)) == (1.0, 1.0, 1)
+    assert held == [[], ["a"], [], ["b"]]  # whose memory the next graph takes
+    assert found["b"] == 1.0 if is_enough else str(found["b"]) == "of 80 GiB"
 
 
 def test_calls_are_timed_while_dynamo_compiles(on_cpu):
@@ -1212,14 +1259,44 @@ def test_a_call_is_timed_while_another_thread_allocates():
             except RuntimeError as error:
                 failed.append(error)
 
-    x = torch.randn(256, 256, device="cuda")
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    x, graphs = torch.randn(256, 256, device="cuda"), []
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, torch.cuda.stream(torch.cuda.Stream()):
         pool.submit(allocate)
         try:
-            assert all(0 < timing.time_call(lambda: x @ x) < 1 for _ in range(5))
+            assert all(0 < timing.time_call(lambda: x @ x, graphs) < 1 for _ in range(5))
         finally:
             stop.set()
     assert not failed
+
+
+@triton.jit
+def _wait_kernel(flag):
+    while tl.atomic_cas(flag, 1, 1) == 0:
+        pass
+
+
+@pytest.mark.gpu
+def test_a_call_is_timed_while_another_stream_waits():
+    """As for a rank that has yet to send. Nothing on the device ends before the flag is set."""
+    flag, one = (torch.full((1,), n, device="cuda", dtype=torch.int32) for n in (0, 1))
+    family = Family(64, 64, "full")
+    (case,) = timing.cases_of(
+        torch.device("cuda", 0), family, ("sage2-8b",), family.sizes([(1, 8, 8, 1024, 1024)])
+    ).values()
+    expected = timing.measure(case, 1)  # all is compiled and loaded
+    _wait_kernel[(1,)](one)
+    waiting, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(waiting):
+        _wait_kernel[(1,)](flag)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        try:
+            found = pool.submit(timing.measure, case, 1).result(120)  # reached only where it hangs
+            assert not waiting.query()
+        finally:
+            with torch.cuda.stream(other):
+                flag.copy_(one)
+    assert found.keys() == expected.keys() and not any(isinstance(x, str) for x in found.values())
 
 
 @pytest.mark.gpu

@@ -6,19 +6,25 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+
+from sage_inductor import RECIPES, Options, RecipeOption, options
+from sage_inductor.names import AUTO, OFF, TRAINING, TrainingOption
+from sage_inductor.ops.recipe import TABLE
 
 ROOT = Path(__file__).parents[2]
 
 # What each line must be: a type, by assert_type, or the error that its comment asks to be given.
 USERS = """\
-from typing import assert_type
+from typing import Any, assert_type, cast
 
 import torch
 
 import sage_inductor
-from sage_inductor import Diagnosis, Policy, Report, Rule, TrainingDiagnosis, config
+from sage_inductor import RECIPES, Diagnosis, Options, Policy, RecipeName, RecipeOption, Report, Rule
+from sage_inductor import TrainingDiagnosis, config
 
 model, x = torch.nn.Linear(4, 4), torch.randn(2, 4)
 
@@ -32,7 +38,7 @@ def answer(question: str) -> int:
 
 
 assert_type(answer("?"), int)
-assert_type(config.recipe, str)
+assert_type(config.recipe, RecipeOption)
 assert_type(config.force, bool)
 assert_type(sage_inductor.explain(model, options={"sage.recipe": "sage1"})(x), Report)
 assert_type(sage_inductor.rewrite(torch.export.export(model, (x,))), Report)
@@ -44,13 +50,36 @@ assert_type(Policy.load("policy.json"), Policy)
 assert_type(sage_inductor.attention(x, x, x, is_causal=True, recipe="sage1"), torch.Tensor)
 out, lse = sage_inductor.attention(x, x, x, return_lse=True)
 assert_type(lse, torch.Tensor)
-policy = Policy([Rule("sage1", module="*.attn", layer=(0, 3))])
+policy = Policy([Rule("sage1", module="*.attn", layer=(0, 3)), Rule("off", layer=1, head_dim=64)])
 config.policy = policy
+config.policy = [Rule("off"), {"recipe": "auto"}]
 config.policy = lambda call: "off" if call.head_dim == 64 else None
 sage_inductor.register("diffusers")
+assert_type(RECIPES, tuple[RecipeName, ...])
+for name in RECIPES:
+    sage_inductor.attention(x, x, x, recipe=name)
+    config.recipe = name
+    sage_inductor.diagnose(model, recipes=[name])
+options: Options = {"sage.recipe": "sage1", "sage.policy": policy, "sage.mode": "default"}
+sage_inductor.explain(model, options=options)
+torch.compile(model, backend="sage", options=cast(dict[str, Any], options))
 sage_inductor.register("vllm")  # refused
 config.recpie = "sage1"  # refused
 answer(1)  # refused
+sage_inductor.attention(x, x, x, recipe="sage2")  # refused
+sage_inductor.gather_attention(x, x, x, recipe="off")  # refused
+sage_inductor.diagnose(model, recipes="sage2")  # refused
+config.recipe = "sage9"  # refused
+config.training = "fp8"  # refused
+Rule("of")  # refused
+Rule("off", layer="1")  # refused
+Rule("off", head_dim=64.0)  # refused
+Rule("off", training="fp8")  # refused
+config.patch(recpie="sage1")  # refused
+config.patch(recipe="sage9")  # refused
+config.patch(force=1)  # refused
+wrong: Options = {"sage.recipe": "sage9"}  # refused
+missing: Options = {"sage.recpie": "sage1"}  # refused
 sage_inductor.explain(model, options="sage1")  # refused
 """
 REFUSED = [i for i, line in enumerate(USERS.splitlines(), 1) if line.endswith("# refused")]
@@ -92,6 +121,16 @@ def pyright(file: Path, site: Path) -> list[tuple[int, str]]:
     assert found.stdout, found.stderr
     each = json.loads(found.stdout)["generalDiagnostics"]
     return [(x["range"]["start"]["line"] + 1, x["message"]) for x in each]
+
+
+def test_what_type_checkers_read_is_what_the_tables_say():
+    assert RECIPES == tuple(TABLE)
+    assert get_args(RecipeOption) == (AUTO, OFF, *TABLE)
+    assert {*get_args(TrainingOption)} == {*TRAINING}
+    fields = get_type_hints(options.Table)
+    assert get_type_hints(options.Values) == {name: fields[name] for name in options.SETTINGS}
+    assert get_type_hints(Options) == {f"sage.{name}": fields[name] for name in options.OPTIONS}
+    assert not Options.__required_keys__ | options.Values.__required_keys__
 
 
 @pytest.mark.parametrize("checker", [pytest.param(mypy, marks=pytest.mark.sweep), pyright])

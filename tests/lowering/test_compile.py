@@ -266,7 +266,7 @@ def in_threads(functions):
         try:
             together.wait()
             results[i] = functions[i]()
-        except BaseException as error:  # noqa: BLE001  (raised by the main thread)
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(functions))]
@@ -389,6 +389,20 @@ def accumulated(f, x, wrt) -> list:
     out = f(x)
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)))
     return [each.grad.clone() for each in wrt]
+
+
+def test_a_layer_of_torch_is_rewritten_in_ddp_if_it_was_compiled_before(gloo):
+    """Dynamo skips torch.nn's own frames behind the graph break in DDP's forward: docs/faq.md."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    m, x = torch.nn.TransformerEncoderLayer(64, 2, batch_first=True).eval(), torch.randn(2, 40, 64)
+    given = {"backend": "sage", "options": {"sage.emulate": True}}
+    with op_by_op(), torch.no_grad():
+        DDP(torch.compile(m, **given))(x)
+        assert rewritten() == 1
+        torch._dynamo.reset()
+        torch.compile(DDP(m), **given)(x)
+    assert not sage_inductor.report()
 
 
 def test_ddp_splits_the_graph_and_keeps_the_gradients(gloo):

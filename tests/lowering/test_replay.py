@@ -4,7 +4,6 @@ writes down what it is asked (fake_driver.h), against the Python of which it was
 import concurrent.futures
 import ctypes
 import functools
-import logging
 import math
 import random
 import re
@@ -38,9 +37,10 @@ from pairs import has_every_variant, pairs
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from triton import knobs
 
+import sage_inductor
 from sage_inductor.lowering import package, replay
 from sage_inductor.lowering.number import Facts
-from sage_inductor.ops import gpus, launch, precompile
+from sage_inductor.ops import gpus, launch, notes, precompile
 from sage_inductor.ops.attention import select
 from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
 from sage_inductor.ops.attention_call import AttentionCall
@@ -590,17 +590,51 @@ def test_nothing_keeps_a_tensor(with_torch, on_cpu):
     assert [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in outputs] == [2] * 6
 
 
-def test_without_a_compiler_python_submits(on_cpu, with_torch, monkeypatch, caplog):
+def slower(caplog) -> list[str]:
+    """The report's lines that say so; the warnings say the same, each once."""
+    found = [line for line in str(sage_inductor.report()).splitlines() if replay.BY_PYTHON in line]
+    assert sorted(r.message for r in caplog.records if r.levelname == "WARNING") == sorted(found)
+    return found
+
+
+def test_without_a_compiler_python_submits_and_the_user_is_told(
+    on_cpu, with_torch, monkeypatch, caplog
+):
     built = concurrent.futures.Future()
     monkeypatch.setattr(replay, "_load", lambda: 1 / 0)
-    with caplog.at_level(logging.DEBUG, logger="sage_inductor"):
-        replay._build(built)
-    assert "submitted by Python: replay.cpp did not compile: division by zero" in caplog.text
+    replay._build(built)
     monkeypatch.setattr(replay, "library", lambda: built)
-    given, run = draw(2, 100), torch.compile(layer)
-    for _ in range(4):
-        run(*given)
+    given = draw(2, 100)
+    notes._warn.cache_clear()
+    for _ in range(2):
+        torch._dynamo.reset()
+        run = torch.compile(layer)
+        for _ in range(2):
+            run(*given)
+        why = "replay.cpp did not compile, set CC to a C++ compiler (division by zero)"
+        assert slower(caplog) == [f"{replay.BY_PYTHON}: {why}"]
     assert on_cpu == 4 * ["quantize_kv", "attention"] and not with_torch.written()
+    monkeypatch.setattr(replay, "handles_of", None)
+    assert replay.why_python() == f"torch {torch.__version__} does not let C++ take tensors"
+
+
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_while_a_profiler_hooks_launches_python_submits(which, on_cpu, with_torch):
+    """Its hooks are called where Triton launches."""
+    given, run = draw(2, 100), torch.compile(layer)
+    for _ in range(3):
+        run(*given)
+    assert len(on_cpu) == 4 and with_torch.written()
+    with knobs.runtime.scope():
+        hook = getattr(knobs.runtime, which)
+        hook.add(print)
+        run(*given)
+        hook.remove(print)
+        assert len(on_cpu) == 6 and not with_torch.written()
+        setattr(knobs.runtime, which, None)  # by which older code takes a hook away
+        run(*given)
+    run(*given)
+    assert len(on_cpu) == 6 and with_torch.written()
 
 
 def test_calls_run_in_python_until_it_is_compiled(on_cpu, with_torch, monkeypatch):
@@ -642,12 +676,14 @@ def test_what_cannot_be_noted_stays_with_python(on_cpu, with_torch, monkeypatch,
 
     monkeypatch.setattr(replay, "_compiled", other)
     given, run = draw(2, 100), torch.compile(layer)
-    with caplog.at_level(logging.DEBUG, logger="sage_inductor"):
-        for _ in range(5):
-            run(*given)
+    notes._warn.cache_clear()
+    for _ in range(5):
+        run(*given)
     assert len(on_cpu) == 10 and not with_torch.written()
-    (one, two) = (x.message for x in caplog.records if "is not replayed" in x.message)
-    assert "this Triton calls kernels in another way" in one + two
+    ops = ("sage.quantize_kv_opaque", "sage.attention_opaque")
+    for line, op in zip(slower(caplog), ops, strict=True):
+        assert line.startswith(f"{replay.BY_PYTHON}: {op}.default: ")
+        assert "this Triton calls kernels in another way" in line
 
 
 # -- the module itself ----
@@ -690,6 +726,7 @@ def test_its_compilation_is_waited_for_by_none(monkeypatch):
     monkeypatch.setattr(replay, "_load", load)
     library = functools.cache(replay.library.__wrapped__)
     future = library()
-    assert started.wait(10) and not future.done() and library() is future
+    assert started.wait(600)
+    waits = not future.done() and library() is future
     go.set()
-    assert future.result(10) == "a module"
+    assert waits and future.result(600) == "a module"

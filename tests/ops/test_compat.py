@@ -27,20 +27,18 @@ DOCUMENTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("row", compat.TABLE, ids=lambda row: row.places[0])
+@pytest.mark.parametrize("row", compat.TABLE.values(), ids=lambda row: row.places[0])
 def test_every_name_is_there_on_this_torch_and_triton(row):
     since = re.fullmatch(r"torch (\d+)\.(\d+) on", row.seen)  # older ones have it not
     here = tuple(map(int, torch.__version__.split(".")[:2]))
     if since and here < tuple(map(int, since.groups())):
-        assert row.value is None, f"it is there from {here} on"
+        assert row.value() is None, f"it is there from {here} on"
     else:
-        assert row.value is not None, f"without it {row.without} (seen in {row.seen})"
-    assert sum(row.places[0] in each.places for each in compat.TABLE) == 1
+        assert row.value() is not None, f"without it {row.without} (seen in {row.seen})"
+    assert sum(row.places[0] in each.places for each in compat.TABLE.values()) == 1
 
 
 def test_every_name_is_used():
-    names = [name for name, value in vars(compat).items() if any(
-        value is row.value for row in compat.TABLE) and not name.startswith("_")]  # fmt: skip
     imported = {
         alias.name
         for text in FILES.values()
@@ -49,8 +47,8 @@ def test_every_name_is_used():
         for alias in node.names
     }
     whole = "\n".join(FILES.values())
-    unused = {n for n in names if n not in imported and f"compat.{n}" not in whole}
-    assert len(names) >= len(compat.TABLE) and not unused, unused
+    unused = {n for n in compat.TABLE if n not in imported and f"compat.{n}" not in whole}
+    assert len(compat.TABLE) > 70 and not unused, unused
 
 
 def test_no_other_file_touches_one():
@@ -62,14 +60,23 @@ def test_no_other_file_touches_one():
 
 
 def test_a_needed_name_that_is_gone_is_said_with_what_it_costs(monkeypatch):
-    monkeypatch.setattr(compat, "TABLE", [])
+    def take(*places, **how):
+        monkeypatch.setitem(compat.TABLE, "gone", compat._take(*places, seen="1.0", **how))
+        monkeypatch.delitem(vars(compat), "gone", raising=False)
+        return compat.gone
+
     with pytest.raises(
         ImportError, match=r"none of torch:_gone \(seen in 1.0\). Without it all ends"
     ):
-        compat._take("torch:_gone", seen="1.0", without="all ends")
-    assert compat._take("torch:_gone", seen="1.0", without="less", optional=True) is None
-    assert compat._take("torch:_gone", "torch:Tensor", seen="1.0", without="").__name__ == "Tensor"
-    assert [row.value is None for row in compat.TABLE] == [True, False]
+        take("torch:_gone", without="all ends")
+    assert take("torch:_gone", without="less", optional=True) is None
+    assert take("torch:_gone", "torch:Tensor", without="").__name__ == "Tensor"
+    monkeypatch.delitem(vars(compat), "gone")
+
+
+def test_a_name_that_has_no_row_does_not_exist():
+    with pytest.raises(AttributeError, match="compat' has no attribute 'nothing'"):
+        _ = compat.nothing
 
 
 def test_without_triton_the_import_says_what_is_needed():

@@ -3,14 +3,12 @@
 import concurrent.futures
 import contextlib
 import json
-import logging
 import os
+import queue
 import re
 import site
 import subprocess
 import sys
-import threading
-import time
 import types
 
 import noted
@@ -27,7 +25,8 @@ from torch.utils import _pytree as pytree
 from triton import knobs
 from triton.runtime import driver
 
-from sage_inductor.ops import compat, gpus, launch, precompile
+import sage_inductor
+from sage_inductor.ops import compat, gpus, launch, notes, precompile
 from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import run_opaque
@@ -136,6 +135,25 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(current):
     assert where == [(1, 0)] and current == [0]
 
 
+def test_what_is_noted_inside_of_another_note_is_the_inner_ones_alone(current):
+    """And the outer goes on noting where the inner ends, also by an error."""
+    kernel, x = Kernel(), torch.zeros(64).as_subclass(OnGpu)
+
+    def run(number):
+        launch.launch_cached(kernel, (5,), (x,), (number,))
+
+    with launch.noted() as outer:
+        run(1)
+        with pytest.raises(KeyError), launch.noted() as inner:
+            run(2)
+            raise KeyError
+        run(3)
+    assert [[each.arguments[1] for each in found] for found in (outer, inner)] == [[1, 3], [2]]
+    assert not kernel.looked_up
+    run(4)
+    assert [args[1] for _, args, _ in kernel.looked_up] == [4]
+
+
 def test_a_kernel_that_torch_sees_is_launched_on_the_device_of_its_tensors(current, monkeypatch):
     x, where, told = torch.zeros(64).as_subclass(OnGpu), [], []
     x.index = 1
@@ -148,10 +166,12 @@ def test_a_kernel_that_torch_sees_is_launched_on_the_device_of_its_tensors(curre
     monkeypatch.setattr(launch, "wrap_triton", lambda kernel: kernel)
     monkeypatch.setattr(torch.cuda, "device_of", lambda x: torch.cuda.device(x.device.index))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(launch, "launch_options", None)  # a torch that cannot pass options on
+    monkeypatch.setattr(
+        launch.compat, "launch_options", None
+    )  # a torch that cannot pass options on
     launch.launch_traced(kernel, (5,), (x,), (1,))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # fake tensors
-    monkeypatch.setattr(launch, "launch_options", object())
+    monkeypatch.setattr(launch.compat, "launch_options", object())
     launch.launch_traced(kernel, (5,), (x,), (1,))
     assert where == [(1, 0), (0,)] and told == [{}, FP_FUSION]
 
@@ -341,7 +361,7 @@ def test_what_trains_is_compiled_ahead(h200, monkeypatch):
     assert h200 == expected and asked.count(torch.device("cuda", 1)) == 2
 
 
-def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200, caplog):
+def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200):
     for launched, given in training_calls("cpu").items():
         precompile.precompile(launched, given)
     for launched, given in training_calls("cuda").items():
@@ -353,10 +373,10 @@ def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200, caplog):
             precompile.precompile(launched, given | {next(iter(given)): unknown})
         precompile.precompile(launched, given | {"scale": symbol})
     assert not h200
-    caplog.set_level(logging.DEBUG, "sage_inductor")
     given = training_calls("cuda", D=74)[rowscaled.launched]  # v's rows are none that TMA reads
     precompile.precompile(rowscaled.launched, given)
-    assert "compiled then: q or v is copied" in caplog.text
+    (line,) = notes.NOTES.values()
+    assert "compiles then: q or v is copied" in line
     assert "_hopper_kernel" not in {kernel.__name__ for kernel, *_ in h200}
 
 
@@ -399,7 +419,7 @@ def launches(monkeypatch):
     with launch.noted() as launches:
         for n in (1600, 1664):
             noted.sdpa("sage2-8b-per-token", D=64, lengths=(n, n))
-    assert not hasattr(launch._noting, "launches")
+    assert launch._noting.launches is None
     return launches
 
 
@@ -423,6 +443,7 @@ def test_what_another_process_compiled_is_found_by_its_launch(
     """Once each, under the key by which the JIT looks it up, and where it looks then. Here is no
     GPU: the JIT is told one."""
     hits = []
+    monkeypatch.setattr(compile_module, "PATIENCE", 3600.0)  # it compiles on a busy machine, too
     assert len(launches) == 8 and len({each.kernel for each in launches}) == 4
     monkeypatch.setattr(driver, "_active", compile_module._Elsewhere((9, 0)))
     with knobs.cache.scope(), knobs.compilation.scope():
@@ -457,40 +478,45 @@ def asked(launches, monkeypatch):
     return launches[0], job
 
 
-def launched(one, seconds: float) -> bool:
-    """Whether the launch has waited no longer."""
-    waiting = threading.Thread(
-        target=compile_module.await_compiled, args=(one, torch.device("cuda", 0)), daemon=True
-    )
-    waiting.start()
-    waiting.join(seconds)
-    return not waiting.is_alive()
+def launched(one) -> None:
+    compile_module.await_compiled(one, torch.device("cuda", 0))
 
 
 def test_a_launch_waits_for_its_own_kernel_and_no_other(asked, launches, monkeypatch):
     """Nor for one of another device, nor for processes that have yet to start."""
-    one, job = asked
-    assert not launched(one, 0.3)
+    waited, (one, job) = [], asked
+    monkeypatch.setattr(job, "result", waited.append)
+    launched(one)
+    assert waited == [600.0]
     for of, name, other in (
         (gpus, "capability", lambda device: (8, 9)),
         (AsyncCompile, "use_process_pool", lambda: False),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(of, name, other)
-            assert launched(one, 20)
-    other_options = one._replace(options=one.options | {"num_warps": 2})
-    assert launched(other_options, 20) and launched(launches[1], 20)
+            launched(one)
+    launched(one._replace(options=one.options | {"num_warps": 2}))
+    launched(launches[1])
+    assert waited == [600.0]
+    monkeypatch.undo()
+
+
+def test_a_launch_whose_kernel_failed_elsewhere_goes_on_and_the_report_says_why(asked):
+    one, job = asked
     job.set_exception(RuntimeError("no such instruction"))
-    assert launched(one, 20)
+    launched(one)
+    (line,) = notes.NOTES.values()
+    assert line.endswith(" compiles where it is launched: no such instruction")
 
 
-def test_a_launch_waits_so_long_and_the_next_no_more(asked, monkeypatch, caplog):
+def test_a_launch_waits_so_long_and_the_next_no_more(asked, monkeypatch):
     monkeypatch.setattr(compile_module, "PATIENCE", 0.1)
-    with caplog.at_level(logging.DEBUG, "sage_inductor"):
-        assert launched(asked[0], 20)
-    assert "was not compiled in 0.1 s" in caplog.text
-    monkeypatch.setattr(compile_module, "PATIENCE", 600.0)
-    assert launched(asked[0], 20)
+    launched(asked[0])
+    (line,) = notes.NOTES.values()
+    assert line.endswith(" compiles where it is launched: not in 0.1 s")
+    monkeypatch.setattr(asked[1], "result", None)  # nobody asks
+    launched(asked[0])
+    assert [*notes.NOTES.values()] == [line]
 
 
 @pytest.mark.parametrize("found", [("no key", {}), ("00", {"a.cubin": "/nowhere"}), None, "pool"])
@@ -541,23 +567,26 @@ def test_kernels_are_asked_for_before_the_processes_have_started(launches, monke
 
 
 def test_kernels_that_fail_elsewhere_are_left_to_their_launch(
-    launches, monkeypatch, tmp_path, caplog
+    launches, monkeypatch, tmp_path
 ):  # fmt: skip
-    with caplog.at_level(logging.DEBUG, "sage_inductor"), knobs.cache.scope():
+    said = queue.Queue()
+    with knobs.cache.scope(), monkeypatch.context() as patch:
+        patch.setattr(compile_module, "lost", lambda what, error: said.put(what))
         knobs.cache.dir = str(tmp_path)
         broken = [each._replace(options=each.options | {"num_warps": 3}) for each in launches[:2]]
         jobs = compile_elsewhere(broken, (9, 0))
         concurrent.futures.wait(jobs)
         assert len(jobs) == 2 and not list(tmp_path.rglob("*.cubin"))
-        end = time.monotonic() + 10  # what is called at a future's end may come after its waiters
-        while caplog.text.count("is left to its launch: ") < 2 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert caplog.text.count("is left to its launch: ") == 2
-        monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: False)
-        assert compile_elsewhere(launches, (9, 0)) == []
-        monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: 1 / 0)
-        assert compile_elsewhere(launches, (9, 0)) == []
-    assert "compile where they are launched: division by zero" in caplog.text
+        for _ in jobs:  # what is called at a future's end may come after its waiters
+            assert said.get(timeout=600).endswith(" compiles where it is launched")
+    for place in (AsyncCompile, "use_process_pool", lambda: False), (compat, "AsyncCompile", None):
+        with monkeypatch.context() as patch:
+            patch.setattr(*place)
+            assert compile_elsewhere(launches, (9, 0)) == [] and not notes.NOTES
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", lambda: 1 / 0)
+    assert compile_elsewhere(launches, (9, 0)) == []
+    why = "kernels compile where they are launched: division by zero"
+    assert why in str(sage_inductor.report()).splitlines()
 
 
 COLD = """

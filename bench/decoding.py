@@ -1,0 +1,323 @@
+"""One query against a static cache: SDPA with heads that the model repeats, and with them as they
+are, which backend="sage" hands it on Hopper.
+
+$ python bench/decoding.py --json    # on a GPU about five minutes
+
+    values    SDPA with a mask and enable_gqa against float64 by hand, at random shapes
+    calls     one layer's attention at random shapes: the compiled repeats and SDPA, and
+              SDPA with enable_gqa; over enough caches that L2 holds none, as CUDA graphs
+    decoder   a step of transformers' Llama of Llama 3 8B's sizes with 8 layers and its static
+              cache, compiled with CUDA graphs by "inductor" and by "sage"
+    generate  the same model's `generate`, which compiles the decoding itself
+
+Shapes: B batch, H_kv heads of k and v, of which each is read by G of q, N keys, head_dim D.
+"""
+
+import random
+import statistics
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sage_inductor
+from bench import harness
+from bench.measure import Provider, Runner, burst, in_turns, interleave, relative_l1, summary
+from bench.tables import gain, markdown, show, speed_of
+
+LAYERS = 8
+NEAR = (
+    0.05  # relative L1 of logits to eager's, from which they are wrong: Inductor's differ by 0.02
+)
+NEW = 64  # tokens that `generate` makes
+
+
+class Shape(NamedTuple):
+    B: int
+    H_kv: int
+    G: int
+    N: int
+    D: int
+    dtype: str = "bfloat16"
+    mask: str = "filled"  # a prefix is set; "padded": from a row's own start on; "random", "bias",
+    # "none"
+
+
+def drawn(count: int, seed: int = 0) -> list[Shape]:
+    """Random shapes whose caches take at most 2 GiB."""
+    rng = random.Random(seed)
+    found = []
+    while len(found) < count:
+        N = rng.choice((64, 256, 1024, 2048, 4096, 8192, 32768)) + rng.choice((0, 0, 8, 57))
+        shape = Shape(
+            rng.choice((1, 1, 2, 4, 16)), rng.choice((1, 2, 4, 8)), rng.choice((2, 3, 4, 7, 8, 16)),
+            N, rng.choice((64, 80, 96, 128)), rng.choice(("bfloat16", "float16")),
+            rng.choice(("filled", "padded", "random", "bias", "none")),
+        )  # fmt: skip
+        if bytes_of(shape) <= 2**31:
+            found.append(shape)
+    return found
+
+
+# Models' own: Llama 3 8B, a group of 8, Qwen's, one kv head.
+CALLS = [
+    *(Shape(B, 8, 4, N, 128) for B, N in ((1, 8192), (1, 32768), (16, 8192), (1, 131072))),
+    Shape(1, 4, 8, 32768, 128), Shape(1, 8, 4, 32768, 64), Shape(1, 1, 16, 32768, 128),
+    Shape(1, 8, 4, 256, 128), Shape(1, 8, 4, 1024, 128), Shape(1, 8, 4, 32768, 256),
+]  # fmt: skip
+DECODERS = [(1, 8192), (1, 32768), (16, 8192), (16, 32768)]
+
+
+def main(argv=None) -> int:
+    parser = harness.parser(__doc__, rounds=8, target_ms=20.0)
+    parser.add_argument(
+        "--draws", type=harness.positive, default=50, help="random shapes; half of them timed"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    args = parser.parse_args(argv)
+    device = harness.gpu(args)
+    torch.manual_seed(0)
+    method = (
+        f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in turns, over "
+        "caches that L2 does not hold; a decoder's step is a replayed CUDA graph of the whole "
+        "model, launched by its compiled forward"
+    )
+    result = harness.Result("decoding", method, args)
+    with torch.no_grad():
+        for part in args.parts:
+            for row in PARTS[part](args, device):
+                result.add([row])
+            show(table(result["rows"]))
+    return result.end("part", "shape")
+
+
+# -- one call ----
+
+
+def bytes_of(shape: Shape) -> int:
+    """Of k and v."""
+    return 4 * shape.B * shape.H_kv * shape.N * shape.D
+
+
+def draw(shape: Shape, device) -> tuple[Tensor, ...]:
+    """q [B, H_kv G, 1, D], k and v [B, H_kv, N, D], mostly a mask [B, 1, 1, N]; v has a mean."""
+    B, H, G, N, D, dtype, kind = shape
+    make = {"device": device, "dtype": getattr(torch, dtype)}
+    q = torch.randn(B, H * G, 1, D, **make)
+    k, v = (torch.randn(B, H, N, D, **make) for _ in range(2))
+    j = torch.arange(N, device=device)
+    first = torch.arange(B, device=device)[:, None, None, None] * (N // (2 * B))
+    match kind:
+        case "filled":
+            mask = (j <= N * 3 // 4).expand(B, 1, 1, N)
+        case "padded":
+            mask = (j >= first) & (j <= N * 3 // 4)
+        case "random":
+            mask = (torch.rand(B, 1, 1, N, device=device) < 0.5) | (j == 0)
+        case "bias":
+            mask = torch.randn(B, 1, 1, N, **make)
+        case "none":
+            return q, k, v + 1
+    return q, k, v + 1, mask
+
+
+def repeated(q, k, v, mask=None):
+    """As transformers' static cache is read."""
+    (B, H, N, D), H_q = k.shape, q.shape[1]
+    k, v = (x[:, :, None].expand(B, H, H_q // H, N, D).reshape(B, H_q, N, D) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def unrepeated(q, k, v, mask=None):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def by_hand(q, k, v, mask=None):
+    """float64."""
+    G = q.shape[1] // k.shape[1]
+    q, k, v = (x.double() for x in (q, k.repeat_interleave(G, 1), v.repeat_interleave(G, 1)))
+    s = q @ k.mT * q.shape[3] ** -0.5
+    if mask is not None:
+        s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.double()
+    return s.softmax(-1) @ v
+
+
+def values(args, device):
+    """Rows of SDPA's errors, which are wrong from 1 % on."""
+    for shape in [*drawn(args.draws), *CALLS[:5]]:
+        inputs = draw(shape, device)
+        exact = by_hand(*inputs)
+        row = {"part": "values", "shape": shape._asdict(), "error": None}
+        for name, call in (("repeated", repeated), ("unrepeated", unrepeated)):
+            row[name] = relative_l1(call(*inputs).double(), exact)
+        if not row["unrepeated"] < 0.01:
+            row["error"] = f"SDPA with enable_gqa is wrong: relative L1 {row['unrepeated']:.3g}"
+        yield row
+        torch.cuda.empty_cache()
+
+
+def calls(args, device):
+    for shape in [*CALLS, *drawn(args.draws // 2, 1)]:
+        torch._dynamo.reset()
+        count = max(2, min(40, int(2 * 2**26 / bytes_of(shape)) + 1))
+        sets = [draw(shape, device) for _ in range(count)]
+        runners = {
+            "repeated": Runner(Provider("repeated", torch.compile(repeated, dynamic=False)), sets),
+            "unrepeated": Runner(Provider("unrepeated", unrepeated), sets),
+            "sage": Runner(Provider("sage", by_sage()), sets),
+        }
+        report = sage_inductor.report()
+        times = interleave(runners, args.rounds, args.target_ms)
+        yield {
+            "part": "calls", "shape": shape._asdict(), "error": None,
+            "unrepeats": any(site.decision.unrepeats for site in report),
+            "times": {name: summary(each) for name, each in times.items()},
+            "speed": speed_of(times["sage"], times["repeated"]),
+        }  # fmt: skip
+        del runners, sets
+        torch.cuda.empty_cache()
+
+
+def by_sage():
+    return torch.compile(repeated, backend="sage", dynamic=False)
+
+
+# -- a decoder ----
+
+
+def decoders(args, device):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=LAYERS, num_key_value_heads=8,
+        num_attention_heads=32, head_dim=128, vocab_size=128256, max_position_embeddings=2**18,
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(before)
+    for B, N in DECODERS:
+        if 2 * LAYERS * bytes_of(Shape(B, 8, 4, N, 128)) > torch.cuda.mem_get_info()[0]:
+            continue
+        torch._dynamo.reset()
+        for part, measure in (("decoder", decoder), ("generate", generate)):
+            row = {"part": part, "shape": {"B": B, "N": N}, "error": None}
+            try:
+                row |= measure(model, config, B, N, args, device)
+            except Exception as error:  # a row that fails must not cost the others
+                row["error"] = harness.in_a_line(error)
+            yield row
+            torch.cuda.empty_cache()
+
+
+def decoder(model, config, B: int, N: int, args, device) -> dict:
+    from transformers import StaticCache
+
+    tokens = torch.randint(128256, (B, 1), device=device)
+    steps, logits, before = {}, {}, len(sage_inductor.report())
+    cache = StaticCache(config, max_cache_len=N)
+    model(torch.randint(128256, (B, 64), device=device), past_key_values=cache, logits_to_keep=1)
+    fill(cache, N)
+    for backend in ("inductor", "sage"):
+        options = {f"{'sage.' * (backend == 'sage')}mode": "reduce-overhead"}
+        given = options if backend == "inductor" else {"options": options}
+        step = torch.compile(model, backend=backend, dynamic=False, **given)
+
+        def run(step=step):
+            torch.compiler.cudagraph_mark_step_begin()
+            return step(tokens, past_key_values=cache).logits
+
+        for _ in range(4):  # warm up, record, replay
+            run()
+        rewind(cache, N)
+        logits[backend], steps[backend] = run().clone(), run
+    report = sage_inductor.report()[before:]
+    rewind(cache, N)
+    right = model(tokens, past_key_values=cache).logits.double()
+    errors = {name: relative_l1(found.double(), right) for name, found in logits.items()}
+    if not errors["sage"] < NEAR:
+        raise ValueError(f"the logits are not near eager's: relative L1 {errors}")
+    times = in_turns(steps, args.rounds, 200.0, burst)
+    return {
+        "rel_l1": errors, "ms": {name: statistics.median(each) for name, each in times.items()},
+        "speed": speed_of(times["sage"], times["inductor"]),
+        "unrepeats": sum(site.decision.unrepeats for site in report), "calls": len(report),
+    }  # fmt: skip
+
+
+def generate(model, config, B: int, N: int, args, device) -> dict:
+    """ms of a whole `generate`: a prompt that with NEW tokens fills an eighth of N, and the tokens.
+    alike: the share of equal tokens; a random model follows rounding."""
+    from transformers import CompileConfig
+
+    prompt = torch.randint(128256, (B, N // 8 - NEW), device=device)
+    given = dict(
+        attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, min_new_tokens=NEW,
+        do_sample=False, cache_implementation="static", pad_token_id=0,
+    )  # fmt: skip
+    made, times = {}, {}
+    for backend in ("inductor", "sage"):
+        torch._dynamo.reset()
+        options = {"sage.mode": "reduce-overhead"} if backend == "sage" else None
+        mode = "reduce-overhead" if backend == "inductor" else None
+        compiled = CompileConfig(backend=backend, mode=mode, options=options, fullgraph=False)
+
+        def run(compiled=compiled):
+            return model.generate(prompt, compile_config=compiled, **given)
+
+        run(), run()
+        made[backend] = run()
+        times[backend] = [burst(run, 1) for _ in range(args.rounds)]
+    return {
+        "alike": (made["sage"] == made["inductor"]).float().mean().item(),
+        "ms": {name: statistics.median(each) for name, each in times.items()},
+        "speed": speed_of(times["sage"], times["inductor"]),
+    }
+
+
+def fill(cache, N: int) -> None:
+    """Random keys and values at all positions, a quarter of which the model takes for set."""
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    rewind(cache, N)
+
+
+def rewind(cache, N: int) -> None:
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(N // 4)
+
+
+PARTS = {"values": values, "calls": calls, "decoder": decoders}
+
+
+# -- the tables ----
+
+
+def table(rows: list[dict]) -> str:
+    """The calls of models, then the decoder's steps."""
+    lines = [["", "B", "H_kv", "G", "N", "D", "repeated, ms", "as they are", "gain"]]
+    random_ones = []
+    for row in (row for row in rows if row["part"] != "values" and not row["error"]):
+        shape = Shape(**{"H_kv": 8, "G": 4, "D": 128, **row["shape"]})
+        if row["part"] == "calls" and shape not in CALLS:
+            random_ones.append(row["speed"]["x"])
+            continue
+        by_part = row.get("ms") or {name: each["ms"] for name, each in row["times"].items()}
+        ms, sizes = [*by_part.values()], map(str, shape[:5])
+        lines.append([row["part"], *sizes, f"{ms[0]:.3g}", f"{ms[-1]:.3g}", gain(row["speed"])])
+    notes = []
+    if random_ones:
+        least, most = min(random_ones), max(random_ones)
+        notes = [f"{len(random_ones)} random shapes gain {least:.2f}x to {most:.2f}x."]
+    if errors := [row["unrepeated"] for row in rows if row["part"] == "values"]:
+        notes += [
+            f"At {len(errors)} shapes SDPA's relative L1 to float64 is at most {max(errors):.2%}."
+        ]
+    return markdown(lines) + "\n" + "\n".join([*notes, ""])
+
+
+if __name__ == "__main__":
+    harness.run(main)

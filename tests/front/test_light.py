@@ -1,0 +1,62 @@
+"""What is imported, and how many calls of Python a step takes: counts, which no machine's speed
+changes. `python bench/walk.py` prints the times."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "networkx"
+
+
+def imported(code: str, *arguments: str) -> set[str]:
+    """The modules of a process that has run `code`."""
+    code += "\nimport sys; print(*sys.modules)"
+    out = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+    )
+    return set(out.stdout.split())
+
+
+def test_the_import_takes_nothing_of_torch_that_torch_does_not_take_itself():
+    new = imported("import torch, sage_inductor") - imported("import torch, triton")
+    assert not {name for name in new if name.startswith(("torch", *HEAVY))}
+    assert len(new) < 150 and "sage_inductor.ops.sdpa" in new
+
+
+def test_what_torch_imports_later_is_told_of_our_ops_then():
+    told = "import sage_inductor, torch.distributed.tensor"
+    assert "sage_inductor.ops.sharding" in imported(told)
+    told = "import sage_inductor, torch._inductor.compile_fx"
+    assert {"sage_inductor.lowering", "sage_inductor.ops.sharding"} <= imported(told)
+    told = "import torch.distributed.tensor, torch._inductor.lowering, sage_inductor"
+    assert {"sage_inductor.lowering", "sage_inductor.ops.sharding"} <= imported(told)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["docto"], []], ids=str)
+def test_the_command_line_answers_without_torch(arguments):
+    """By a torch that cannot be imported."""
+    code = "import sys; sys.modules['torch'] = None; import runpy; "
+    code += "sys.orig_argv[1:3] = ['-m', 'sage_inductor']; "
+    code += "runpy.run_module('sage_inductor', run_name='__main__', alter_sys=True)"
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    said = {"--version": "sage_inductor 0.", "--help": "doctor    what is installed"}
+    assert said.get(*arguments[:1] or [""], "COMMAND") in run.stdout + run.stderr
+    assert "Traceback" not in run.stderr and run.returncode == 2 * (arguments[:1] not in (
+        ["--version"], ["--help"]))  # fmt: skip
+
+
+def test_every_public_name_is_found_when_it_is_asked_for():
+    """In any order: report, diagnose and config are also modules' names."""
+    names = "import sage_inductor; names = sage_inductor.__all__\n"
+    for order in ("names", "reversed(names)"):
+        code = names + f"assert all(hasattr(sage_inductor, x) for x in {order})"
+        imported(code)
+    imported(
+        "import sage_inductor.report, sage_inductor.diagnose, sage_inductor.config as c\n"
+        "from sage_inductor.config import config\n"
+        "from sage_inductor import diagnose, report\n"
+        "assert c is config is sage_inductor.config and callable(report) and callable(diagnose)\n"
+        "import sage_inductor.backend; from sage_inductor import *\n"
+        "assert sage_inductor.report is report and attention is sage_inductor.attention"
+    )

@@ -1,0 +1,212 @@
+"""One query against a cache whose heads the model repeats: SDPA gets them as they were."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import sage_inductor
+from sage_inductor.choose import decide as choose
+from sage_inductor.choose import tables
+from sage_inductor.choose.decide import rewrite
+from sage_inductor.ops import gpus
+from sage_inductor.patterns.sdpa import TARGETS
+from sage_inductor.settings import Settings
+
+B, H, G, N, D = 2, 3, 4, 40, 16
+
+
+def expanded(x):
+    return x[:, :, None].expand(B, x.shape[1], G, N, D).reshape(B, x.shape[1] * G, N, D)
+
+
+def interleaved(x):  # gpt-fast's spelling, and torchao's
+    return x.repeat_interleave(G, dim=1)
+
+
+def decoder(repeat, mask=True, write=None):
+    """A step of a static cache: the new token is written, then everything set is read."""
+
+    def step(q, keys, values, new, end):
+        keys.index_copy_(2, end, new)
+        values.index_copy_(2, end, -new)
+        seen = (torch.arange(N, device=q.device) <= end)[None, None, None] if mask else None
+        k, v = repeat(keys), repeat(values)
+        if write == "between":
+            keys.mul_(2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        if write == "after":
+            values.mul_(2)
+        return out
+
+    return step
+
+
+def inputs(n_q=1, dtype=torch.float32, heads=G * H):
+    q = torch.randn(B, heads, n_q, D).to(dtype)
+    keys, values = (torch.randn(B, H, N, D).to(dtype) for _ in range(2))
+    return q, keys, values, torch.randn(B, H, 1, D).to(dtype), torch.tensor([17])
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Whatever the GPU, which is not there: a call gains whose heads are repeated."""
+    monkeypatch.setattr(choose, "_gains_unrepeated", lambda call: call.repeated > 1)
+
+
+def compiled(step, *given, **options):
+    torch._dynamo.reset()
+    return torch.compile(step, backend="sage", fullgraph=True, options=options)(*given)
+
+
+@pytest.mark.parametrize("mask", [True, False], ids=["mask", "no mask"])
+@pytest.mark.parametrize("repeat", [expanded, interleaved])
+def test_sdpa_takes_the_heads_that_a_static_cache_holds(everywhere, repeat, mask):
+    given = inputs()
+    copies = [x.clone() for x in given]
+    step = decoder(repeat, mask)
+    out = compiled(step, *copies)
+    torch.testing.assert_close(out, step(*given))
+    for found, expected in zip(copies, given):
+        torch.testing.assert_close(found, expected)  # the caches were written as before
+    (site,) = sage_inductor.report()
+    assert not site.rewritten
+    assert site.reason.startswith(f"SDPA, heads not repeated: {H} of k and v for {G * H} of q; ")
+    assert sage_inductor.report().verdict == (
+        "0 of 1 attention calls use sage on CPU; 1 stays: SDPA, heads not repeated"
+    )
+
+
+@pytest.mark.parametrize("write", ["between", "after"])
+def test_a_cache_that_is_written_to_later_stays_repeated(everywhere, generated, write):
+    given = inputs()
+    copies = [x.clone() for x in given]
+    step = decoder(expanded, write=write)
+    out = compiled(step, *copies)
+    torch.testing.assert_close(out, step(*given))
+    (site,) = sage_inductor.report()
+    assert "heads not repeated" not in site.reason
+
+
+def test_off_leaves_the_repeats(everywhere):
+    compiled(decoder(expanded), *inputs(), **{"sage.recipe": "off"})
+    (site,) = sage_inductor.report()
+    assert site.reason == "the recipe is 'off'"
+
+
+def test_strict_does_not_refuse_a_call_that_gains_unrepeated(everywhere):
+    compiled(decoder(expanded), *inputs(), **{"sage.strict": True})
+
+
+# -- where it gains ----
+
+
+@contextlib.contextmanager
+def gpu(capability, cudnn=91900, enabled=True):
+    with (
+        mock.patch.object(gpus, "capability", lambda device: capability),
+        mock.patch.object(tables, "gpu_name", lambda device: "NVIDIA Test"),
+        mock.patch.object(torch.backends.cudnn, "version", lambda: cudnn),
+        mock.patch.object(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled),
+    ):
+        yield
+
+
+def site_of(n_q=1, D=128, dtype=torch.bfloat16, G=4, requires_grad=False, where=None, **settings):
+    """The site and the SDPA node of a call with repeated heads, on tensors of a GPU."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        q, keys, k = (
+            torch.empty(1, heads, n, D, device="cuda", dtype=dtype)
+            for heads, n in ((8 * G, n_q), (8, 4096), (8 * G, 4096))
+        )
+        mask = torch.empty(1, 1, 1, 4096, device="cuda", dtype=torch.bool)
+        out = torch.empty_like(q).requires_grad_(requires_grad)
+    values = {"q": q, "keys": keys, "values": keys, "mask": mask}
+    nodes = {name: graph.placeholder(name) for name in values}
+    for name, node in nodes.items():
+        node.meta["example_value"] = values[name]
+    repeated = []
+    for name in ("keys", "values"):
+        node = graph.call_function(torch.repeat_interleave, (nodes[name], G), {"dim": 1})
+        node.meta["example_value"] = k
+        repeated.append(node)
+    call = graph.call_function(
+        F.scaled_dot_product_attention, (nodes["q"], *repeated), {"attn_mask": nodes["mask"]}
+    )
+    call.meta["example_value"] = out
+    graph.output(call)
+    module = torch.fx.GraphModule({}, graph)
+    with where or gpu((9, 0)):
+        (site,) = rewrite(module, Settings(**settings))
+    (call,) = (node for node in module.graph.nodes if node.target in TARGETS)
+    return site, call
+
+
+def test_on_hopper_one_query_reads_the_heads_as_they_are():
+    site, call = site_of()
+    q, k, v, mask, *rest = call.args
+    assert [str(x) for x in (q, k, v, mask)] == ["q", "keys", "values", "mask"]
+    assert rest == [0.0, False]
+    assert call.kwargs == {"scale": None, "enable_gqa": True}
+    assert site.decision.unrepeats
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"n_q": 2}, {"D": 256}, {"dtype": torch.float32}, {"G": 1}, {"requires_grad": True},
+        {"where": gpu((8, 0))}, {"where": gpu((10, 0))}, {"where": gpu((9, 0), cudnn=91500)},
+        {"where": gpu((9, 0), enabled=False)}, {"recipe": "off"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_elsewhere_the_repeats_stay(given):
+    site, call = site_of(**given)
+    assert not site.decision.unrepeats and not site.rewritten
+    assert [x.target for x in call.args[1:3]] == [torch.repeat_interleave] * 2
+    assert "enable_gqa" not in call.kwargs
+
+
+# -- models ----
+
+
+def cached(name: str):
+    """A model of transformers with a cache of 5 tokens, a step of it and its arguments."""
+    import transformers
+
+    common = dict(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=100, head_dim=16,
+    )  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**common)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+    def run(step):
+        cache = transformers.StaticCache(config, max_cache_len=32)
+        tokens = torch.arange(10)[None] % 7
+        outputs = []
+        with torch.no_grad():
+            model(tokens[:, :5], past_key_values=cache)
+            for i in range(5, 8):
+                outputs.append(step(tokens[:, i : i + 1], past_key_values=cache).logits)
+        return torch.cat(outputs, 1)
+
+    return model, run
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "Gemma"])
+def test_a_decoder_with_a_static_cache_gives_the_same_logits(everywhere, name):
+    torch.manual_seed(0)
+    model, run = cached(name)
+    expected = run(model)
+    torch._dynamo.reset()
+    found = run(torch.compile(model, backend="sage", fullgraph=True))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    sites = sage_inductor.report()
+    assert len(sites) in (2, 4)  # a sliding cache compiles its length as a number, twice
+    assert all(site.reason.startswith("SDPA, heads not repeated: 2 of k") for site in sites)
