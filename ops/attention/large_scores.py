@@ -14,14 +14,11 @@ All this is done once a row and tile. Below LARGE a flatness is 1, and the shift
 import triton
 import triton.language as tl
 
-LARGE = 2.0**15  # in log2 units, as all here
-OFFSET_OF_LARGE = 8.0  # an integer: numbers near m are
-LARGEST = 2.0**26  # from which on numbers near m are 8 apart or more: the offset is 0
+from sage_inductor.ops.formats import LARGE, LARGE_BITS, LARGEST, OFFSET_OF_LARGE, ONE_BITS
 
 _LARGE = tl.constexpr(LARGE)
 _OFFSET_OF_LARGE = tl.constexpr(OFFSET_OF_LARGE)
 _LARGEST = tl.constexpr(LARGEST)
-LARGE_BITS, ONE_BITS = (15 + 127) << 23, 127 << 23  # of LARGE and 1 in fp32
 _LARGE_BITS, _ONE_BITS = tl.constexpr(LARGE_BITS), tl.constexpr(ONE_BITS)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops.attention import large_scores as large
+from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK
 from sage_inductor.ops.reference.exact import masked
@@ -102,15 +102,15 @@ def attention(
 
 def flatness(m: Tensor) -> Tensor:
     """large_scores.py's."""
-    bits = m.abs().clamp(min=large.LARGE).view(torch.int32)
-    return (large.ONE_BITS - (bits - large.LARGE_BITS)).view(torch.float32)
+    bits = m.abs().clamp(min=formats.LARGE).view(torch.int32)
+    return (formats.ONE_BITS - (bits - formats.LARGE_BITS)).view(torch.float32)
 
 
 def shift_of(m: Tensor, offset: float) -> Tensor:
     """large_scores.py's."""
-    of_large = large.OFFSET_OF_LARGE if offset else 0.0
-    of_large = torch.where(m.abs() < large.LARGEST, of_large, 0.0)
-    return m - torch.where(m.abs() < large.LARGE, offset, of_large)
+    of_large = formats.OFFSET_OF_LARGE if offset else 0.0
+    of_large = torch.where(m.abs() < formats.LARGEST, of_large, 0.0)
+    return m - torch.where(m.abs() < formats.LARGE, offset, of_large)
 
 
 def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
