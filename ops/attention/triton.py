@@ -266,7 +266,7 @@ def _attention_kernel(
                 shift = m_new
                 if (masked or LISTED) and MAY_BE_EMPTY:
                     shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-                if BIASED:
+                if BIASED or not FP8:
                     p = tl.exp2(x - shift[:, None, None, None, None])
                 else:
                     flat = flatness(shift)

@@ -74,7 +74,7 @@ def attention(
     m = x.cummax(-1).values[..., tile_end]  # [B, H_q, N_q, N_pad]
     m = shift_of(m, offset) if biased else m
     m = torch.where(m == -math.inf, 0.0, m)
-    flat = 1.0 if biased else flatness(m)
+    flat = 1.0 if biased or not offset else flatness(m)
     p = torch.exp2(x * flat - (m * flat - (0.0 if biased else offset)))
     m_last = m[..., -1:]
     rescale = torch.where(p > 0, torch.exp2(m - m_last), 0.0)

@@ -322,7 +322,8 @@ def test_scores_of_any_size_cost_no_accuracy(seen, recipe, D):
     given = dict(HOW_MUCH_IS_SEEN[seen])
     if make := given.pop("attn_mask", None):
         given["attn_mask"] = make(N).cuda()
-    for size in (1e3, 1e5, 1e7, 1.2e8, 4e8, 1e20):
+    beyond = (4e8, 1e20) if NAMED[recipe].pv != "16bit" else ()  # 16 bits: large_scores.py
+    for size in (1e3, 1e5, 1e7, 1.2e8, *beyond):
         torch.manual_seed(0)
         q, k, v = torch.randn(3, 1, 4, N, D, device="cuda")
         root = (size / (5 * D**0.5)) ** 0.5

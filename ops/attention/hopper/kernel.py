@@ -11,8 +11,9 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
   causal (OWN) it has codes by one scale a row besides, which cost a multiplication a score: those
   are read from about a tile's first row on (_first_own), the others before it.
 * q of the next tile is loaded before o of this one is stored.
-* Scores are scaled in the exponential, by an fma. So those of a row with a large maximum are made
-  smaller before, by its `flatness` (../large_scores.py): 8 instructions of a thread's 500 a block.
+* Scores are scaled in the exponential, by an fma. So in FP8 those of a row with a large maximum are
+  made smaller before, by its `flatness` (../large_scores.py): 8 instructions of a thread's 500 a
+  block.
 * With one warpgroup (short calls, windows) it is otherwise: several programs share an SM and hide
   each other's beginnings and ends. Each computes one tile, fetches k and v itself, and takes no
   turns.
@@ -380,12 +381,15 @@ def _softmax(
     if MAY_BE_EMPTY:  # a row that has seen nothing yet has no maximum: m - m_new would be NaN
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = _exp2(m - shift)
-    flat = flatness(shift)
-    shift = gl.expand_dims(gl.expand_dims(shift * flat - OFFSET, 1), 2)
-    shift = gl.expand_dims(gl.expand_dims(shift, 3), 2)
-    flat = gl.expand_dims(gl.expand_dims(flat, 1), 2)
-    c = flat if SCALED else c * flat
-    p = _exp2(x * gl.expand_dims(gl.expand_dims(c, 3), 2) - shift)  # an fma each
+    if FP8:
+        flat = flatness(shift)
+        shift = shift * flat - OFFSET
+        flat = gl.expand_dims(gl.expand_dims(flat, 1), 2)
+        c = flat if SCALED else c * flat
+    if FP8 or not SCALED:
+        x = x * gl.expand_dims(gl.expand_dims(c, 3), 2)
+    shift = gl.expand_dims(gl.expand_dims(shift, 1), 2)
+    p = _exp2(x - gl.expand_dims(gl.expand_dims(shift, 3), 2))  # an fma each
     total = gl.convert_layout(
         gl.sum(gl.sum(gl.sum(p, axis=2), axis=3), axis=1), l.type.layout, assert_trivial=True
     )
