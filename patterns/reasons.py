@@ -158,6 +158,8 @@ NO_SHAPES = Cause("the graph carries no shapes for this call",
 IN_A_TRANSFORM = Cause("inside a torch.func transform", "call attention outside of vmap and grad")
 _EVAL = "call model.eval(), or set its dropout to 0"
 DROPOUT = Cause("dropout_p must be 0, got {}", _EVAL)
+DROPOUT_IN_TRAINING = Cause("dropout_p must be 0, got {}, and the output requires a gradient",
+    f"{_EVAL}; {_NO_GRAD}")
 _NUMBER = "give a Python number that does not change between calls"
 SCALE = Cause("scale must be a finite number known when compiling, got {}", _NUMBER)
 SUBCLASS = Cause("tensor subclasses are not supported, got {}",

@@ -164,7 +164,9 @@ class Policy:
             line = error.object.count(b"\n", 0, error.start) + 1
             raise ValueError(f"{path}:{line}: must be UTF-8, got {error.reason}") from None
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+            comma = error.doc[: error.pos + 1].rstrip("]} \n").endswith(",")
+            hint = " (a comma before the end?)" * comma
+            raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}{hint}") from None
         try:
             rules = _rules(whole)
         except _Invalid as error:
@@ -243,6 +245,8 @@ def ruling(given) -> Ruling:
     """What ``sage.policy`` may be given, ready to be asked. Raises ValueError."""
     if given is None or given == "":
         return ()
+    if given in (names.AUTO, names.OFF, *ALIASES, *NAMED) and not os.path.exists(given):
+        raise ValueError(f"must be a path of rules, got {given!r}, a recipe: did you mean recipe?")
     if isinstance(given, (str, os.PathLike)):
         return _of_file(os.path.abspath(given))
     if isinstance(given, Policy):

@@ -8,7 +8,6 @@ import atexit
 import collections
 import datetime
 import itertools
-import json
 import logging
 import os
 import re
@@ -27,6 +26,7 @@ from sage_inductor.patterns import Site
 from sage_inductor.patterns.reasons import Cause, Reason
 from sage_inductor.policy import Ruling, stages_of, unmatched
 from sage_inductor.session import session
+from sage_inductor.stages import unnamed
 
 log = logging.getLogger("sage_inductor")
 
@@ -369,7 +369,7 @@ def report() -> Report:
         notes = [line for each in now.calls.items() for line in unmatched(*each)]
         known = set(itertools.chain(*map(stages_of, now.policies)))
         unknown = sorted(now.stages - known) if now.sites else []
-        notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
+        notes += [unnamed(name, known) for name in unknown]
         notes += [note for each in more_notes for note in each()]
         notes += NOTES.values()
         return Report(now.sites, [*notes, *now.seen.left_to_eager()], now.seen.why_without())
@@ -467,4 +467,6 @@ def raise_if_refused(sites: list[Site]) -> None:
             f"{where}{f' x{len(of)}' if len(of) > 1 else ''}: {of[0].reason}"
             for where, of in groups
         )
-        raise SageRefused(f"sage.strict: {len(refused)} attention calls stay as they were: {calls}")
+        were = "stays as it was" if len(refused) == 1 else "stay as they were"
+        total = number_of(len(refused), "attention call")
+        raise SageRefused(f"sage.strict: {total} {were}: {calls}")

@@ -198,7 +198,7 @@ def test_strict_raises_for_a_call_that_stays_sdpa_before_it_is_compiled(monkeypa
     inductor = sage_inductor.backend.InductorWrapper
     original = inductor.__call__
     monkeypatch.setattr(inductor, "__call__", lambda *x: compiled.append(x) or original(*x))
-    with pytest.raises(SageRefused, match="1 attention calls stay as they were: .*dropout"):
+    with pytest.raises(SageRefused, match="1 attention call stays as it was: .*dropout"):
         run(strict, dropped)
     assert not compiled and len(sage_inductor.report().refused) == 1
     run(strict)
