@@ -39,7 +39,7 @@ PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 SYNONYMS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "concat": "cat",
-    "concatenate": "cat",
+    "concatenate": "cat", "power": "pow", "negative": "neg",
 }  # fmt: skip
 CASTS = ("to", "_to_copy", "float", "double", "half", "bfloat16", "type", "type_as")
 SAME = (*CASTS, "contiguous", "clone", "expand", "lift_fresh_copy")
@@ -469,7 +469,8 @@ def _number(x) -> float | None:
         return float(known) if isinstance(known, (int, float)) else None
     if _is_written(x):
         return None
-    name = _name(x)
+    name = _name(x).removeprefix(OF_NUMPY)
+    name = SYNONYMS.get(name, name)
     if name in ("full", "full_like", "new_full"):
         number = _number(arguments(x, "size", "fill_value")[1])
     elif name in MADE_OF_DATA or name in SAME or name in NUMPY_CASTS:
@@ -484,11 +485,12 @@ def _number(x) -> float | None:
 
 
 MADE_OF_DATA = ("tensor", "scalar_tensor", "as_tensor", "Tensor", "FloatTensor")
-NUMPY_CASTS = ("wrapped_float16", "wrapped_float32", "wrapped_float64")
+OF_NUMPY = "wrapped_"  # Dynamo's name for NumPy's sqrt is wrapped_sqrt
+NUMPY_CASTS = ("float16", "float32", "float64", "asarray", "array", "astype")
 OF_NUMBERS = {
     **{f.__name__: f for f in (torch.sqrt, torch.rsqrt, torch.pow, torch.reciprocal, torch.square,
-                               torch.neg, torch.mul, torch.div, torch.add, torch.sub)},
-    "wrapped_sqrt": torch.sqrt, "wrapped_power": torch.pow, "wrapped_reciprocal": torch.reciprocal,
+                               torch.neg, torch.mul, torch.div, torch.add, torch.sub, torch.exp,
+                               torch.log)},
 }  # fmt: skip
 
 
@@ -505,17 +507,18 @@ def _calculated(name: str, x: Node) -> float | None:
     if x.kwargs or None in numbers:
         return None
     values = [value_of(each) for each in x.args]
+    made = value_of(x).dtype
     with compat.unset_fake_temporarily():
         operands = [
-            torch.tensor(number, dtype=value.dtype)
+            torch.tensor(number, dtype=made)
+            if _name(x).startswith(OF_NUMPY)
+            else torch.tensor(number, dtype=value.dtype)
             if isinstance(value, torch.Tensor)
             else type(value)(number)
-            if isinstance(value, (int, float)) and not name.startswith("wrapped_")
-            else torch.tensor(number, dtype=torch.float64)
             for number, value in zip(numbers, values, strict=True)
         ]
         out = OF_NUMBERS[name](*operands)
-        return out.item() if out.dtype == value_of(x).dtype else None
+        return out.item() if out.dtype == made else None
 
 
 def _is_written(x: Node) -> bool:

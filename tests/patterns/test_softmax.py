@@ -1036,6 +1036,10 @@ TAKEN = {
     "numpy": scored(lambda s: s / np.sqrt(16)),
     "a number of numpy": scored(lambda s: s * float(np.float32(0.2))),
     "numpy's float32": scored(lambda s: s * np.float32(0.2)),
+    "a division by numpy's root": scored(lambda s: s * float(1 / np.sqrt(16))),
+    "a quotient of numpy's": scored(lambda s: s * (1 / np.sqrt(16))),
+    "numpy's arithmetic": scored(lambda s: s * (2 - np.exp(-0.5 * np.log(16.0))) / np.float64(9) ** 0.5),
+    "an array of numpy's": scored(lambda s: s * -np.asarray(0.25).astype(np.float32)),
     "pow of a tensor": scored(lambda s: s * torch.tensor(16.0, dtype=s.dtype).pow(-0.5)),
     "rsqrt": scored(lambda s: s * torch.rsqrt(torch.tensor(16.0))),
     "sqrt of a whole number": scored(lambda s: s / torch.tensor(7).sqrt()),
@@ -1057,12 +1061,13 @@ TAKEN = {
     "keys without heads": one_head_of_keys,
 }  # fmt: skip
 # Of these no size is read: they are tried with known ones alone.
-NUMBERS = ("numpy", "a number of numpy", "numpy's float32", "pow of a tensor", "rsqrt",
+OF_NUMPY = ("numpy", "a number of numpy", "numpy's float32", "a division by numpy's root",
+            "a quotient of numpy's", "numpy's arithmetic", "an array of numpy's")  # fmt: skip
+NUMBERS = (*OF_NUMPY, "pow of a tensor", "rsqrt",
            "sqrt of a whole number", "two numbers", "negative", "plus 0", "0 plus", "minus a mask",
            "minus a bias", "alpha")  # fmt: skip
 # torch.export lifts what torch.tensor makes to an input, and has no numpy.
-NOT_EXPORTED = ("pow of a tensor", "rsqrt", "sqrt of a whole number", "numpy", "a number of numpy",
-                "numpy's float32")  # fmt: skip
+NOT_EXPORTED = ("pow of a tensor", "rsqrt", "sqrt of a whole number", *OF_NUMPY)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
