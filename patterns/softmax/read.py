@@ -114,7 +114,7 @@ def read(node: Node) -> tuple[list[Step], list[Step]] | None:
     if op_name(node) not in SOFTMAX or not isinstance(value_of(node), torch.Tensor):
         return None
     above = _climb(arguments(node, "input")[0], node, set())
-    below = _descend(node, set()) if above else None
+    below = _descend(node, set(), _dim(node)) if above else None
     return (above, below) if below else None
 
 
@@ -188,20 +188,41 @@ def _climb(x: Node, before: Node, seen: set[Node]) -> list[Step] | None:
     return _best([path + [step] for path, step in above if path])
 
 
-def _descend(weights: Node, seen: set[Node]) -> list[Step] | None:
-    """The steps from `weights` to their product with the values."""
+def _descend(weights: Node, seen: set[Node], key: int | None) -> list[Step] | None:
+    """The steps from `weights` to their product with the values. key: the dimension of the weights
+    that the product sums over, where it is known."""
     paths = []
     for user in weights.users:
         product = product_of(user)
         if product and weights in (product.a, product.b):
             added = any(not step.plain or step.refused for step in _steps_of_product(user))
-            return [Step(user, refused=reasons.OUTPUT_ADDS() if added else None)]
+            end = [Step(user, refused=reasons.OUTPUT_ADDS() if added else None)]
+            letters = product.left if weights is product.a else product.right
+            if key is None or letters[key] not in product.out or user in seen:
+                return end
+            seen.add(user)  # It mixes heads, if another product follows.
+            further = _descend(user, seen, product.out.index(letters[key]))
+            return [_of_weights(Step(user, scale=1.0)), *further] if further else end
         for operand, step in _readings(user) if len(seen) < MOST_STEPS else ():
             if operand is weights and user not in seen:
                 seen.add(user)
-                below = _descend(user, seen)
-                paths += [[step] + below] if below else []
+                at = key if _same_shape(weights, user) else None
+                at = step.order.index(key) if step.order and key is not None else at
+                below = _descend(user, seen, at)
+                paths += [[_of_weights(step)] + below] if below else []
     return _best(paths)
+
+
+def _of_weights(step: Step) -> Step:
+    """A step after the softmax. Nothing there is the scale, the mask or the cap of scores."""
+    if step.plain and not step.refused or _name(step.node) == "dropout":
+        return step
+    return Step(step.node, refused=reasons.WEIGHTS_CHANGED(op_name(step.node)))
+
+
+def _dim(softmax: Node) -> int | None:
+    dim = arguments(softmax, "input", "dim")[1]
+    return dim % value_of(softmax).dim() if isinstance(dim, int) else None
 
 
 def _best(paths: list[list[Step]]) -> list[Step] | None:

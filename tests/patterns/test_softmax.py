@@ -783,18 +783,18 @@ REFUSED = {
     "sink of the scores": (sink_of_the_scores, "the scores `s` are also used by"),
     "sink of the one key": (sink_of_the_one_key, "an operand is computed from the scores"),
     "sink with a value": (sunk(weights=lambda p: p, of_v=padded), "which is no learned sink"),
-    "weights of the sink": (sunk(weights=lambda p: p[..., 1:]), "`getitem` stands between"),
-    "every other weight": (every_other_weight, "`getitem` stands between"),
-    "other weights": (sunk(weights=lambda p: p.narrow(-1, 1, 8)), "`narrow` stands between"),
+    "weights of the sink": (sunk(weights=lambda p: p[..., 1:]), "the weights pass through `getitem`"),
+    "every other weight": (every_other_weight, "the weights pass through `getitem`"),
+    "other weights": (sunk(weights=lambda p: p.narrow(-1, 1, 8)), "the weights pass through `narrow`"),
     "a key dropped with the sink": (
-        sunk(weights=lambda p: p[..., :-2], of_v=lambda v: v[:, :, :-1]), "`getitem` stands between"),
+        sunk(weights=lambda p: p[..., :-2], of_v=lambda v: v[:, :, :-1]), "the weights pass through `getitem`"),
     "a column behind the weights": (
         scored(after=lambda p: torch.cat([p, ONE], -1)[..., :-1]), "the weights pass through `cat`"),
     "queries of one key": (
         lambda q, k, v: torch.cat([q @ k[:, :, :1].mT, ONE], 2).softmax(-1) @ v[:, :, :1],
         "concatenated with other logits"),
     "weights by keywords": (
-        sunk(weights=lambda p: torch.narrow(input=p, dim=-1, start=0, length=8)), "`narrow` stands between"),
+        sunk(weights=lambda p: torch.narrow(input=p, dim=-1, start=0, length=8)), "the weights pass through `narrow`"),
     "scaled sink": (sunk(lambda s: s * 0.25), "a learned sink is scaled or masked"),
     "masked sink": (sunk(lambda s: s + padded(MASK.mT * 1.0).mT), "a learned sink is scaled or masked"),
     "sink behind shifted scores": (
@@ -808,7 +808,20 @@ REFUSED = {
     "masks of two values": (
         scored(lambda s: s.masked_fill(~MASK, LOW).masked_fill(~PADDING, -1e9)), "hide with different values"),
     "other scores": (scored(lambda s: torch.where(MASK, s, BIAS)), "replaced by a tensor"),
-    "head mask": (scored(after=lambda p: p * BIAS), "the scores are scaled by a tensor"),
+    "head mask": (scored(after=lambda p: p * BIAS), "the weights pass through `mul`"),
+    "a mask of whole heads": (
+        scored(after=lambda p: p * SINKS.view(1, 4, 1, 1)), "the weights pass through `mul`"),
+    "weights capped": (scored(after=lambda p: p.tanh()), "the weights pass through `tanh`"),
+    "weights filled": (
+        scored(after=lambda p: p.masked_fill(~MASK, 0.0)), "the weights pass through `masked_fill`"),
+    "weights of other bits": (
+        scored(after=lambda p: p.half().view(torch.bfloat16).double()), "the weights pass through `view`"),
+    "heads mixed by einsum": (
+        lambda q, k, v: torch.einsum("bhij,hg->bgij", (q @ k.mT).softmax(-1), FAR[:4, :4]) @ v,
+        "the weights pass through `einsum`"),
+    "heads mixed by matmul": (
+        scored(after=lambda p: (FAR[:4, :4] @ p.transpose(1, 2)).transpose(1, 2)),
+        "the weights pass through `matmul`"),
     "weights masked": (scored(after=lambda p: p.masked_fill(~MASK, -math.inf)), "the weights pass through `masked_fill`"),
     "weights shifted": (scored(after=lambda p: p + BIAS), "the weights pass through `add`"),
     "weights transposed": (
@@ -920,7 +933,7 @@ def slots(q, k, v):
 
 UNREAD = {
     "written by slices": (mvit, "could not be read: `setitem` between"),
-    "weights that are normalised again": (slots, "the scores are scaled by a tensor"),
+    "weights that are normalised again": (slots, "the weights pass through `truediv`"),
     "rolled scores": (scored(lambda s: s.roll(1, -1)), "could not be read: `roll` between"),
     "sorted weights": (scored(after=lambda p: p.flip(-1)), "could not be read: `flip` between"),
     "gathered scores": (
