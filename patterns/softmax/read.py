@@ -35,7 +35,7 @@ from sage_inductor.patterns.graph import (
 from sage_inductor.patterns.reasons import Reason
 
 SOFTMAX = ("softmax", "_softmax", "special_softmax")
-PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+PRODUCTS = ("matmul", "mm", "bmm", "baddbmm", "einsum")
 SYNONYMS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "concat": "cat",
@@ -118,54 +118,118 @@ def read(node: Node) -> tuple[list[Step], list[Step]] | None:
     return (above, below) if below else None
 
 
-# What makes something else of the scores or the weights. Beyond it a product is another's.
-ELSE = ("conv", "linear", "norm", "embed", "pool", "loss", "attention", "softmax", "lstm", "gru",
-        "topk", "argmax", "argsort", "sort", "mean", "prod", "sum", "std", "var")  # fmt: skip
+ELSE = ("attention", "softmax", "embed", "loss", "lstm", "gru")  # another thing begins there
 
 
-def unread(softmax: Node) -> tuple[Product, list[str]] | None:
+def unread(node: Node) -> tuple[Product, list[str]] | None:
     """(a product, what lies between it and the next product) of a softmax between two products that
-    `read` makes nothing of."""
-    if op_name(softmax) not in SOFTMAX or not isinstance(value_of(softmax), torch.Tensor):
+    `read` makes nothing of. It is attention, whatever lies there, where the scores keep the rows
+    and the columns of the first product, and the second sums over the softmax's dimension."""
+    scores, dim = _softmax_of(node) or (None, None)
+    if not isinstance(value_of(scores), torch.Tensor) or not value_of(scores).dim():
         return None
-    above = _reach(softmax, lambda node: _tensors(node.all_input_nodes))
-    below = _reach(softmax, lambda node: _tensors(node.users)) if above else None
+    start = {d: d for d in range(value_of(scores).dim())}
+    above = _reach(scores, start, dim, upwards=True)
+    below = _reach(node, start, dim, upwards=False) if above else None
     if not below:
         return None
-    (*between, first), (*after, last) = above, below
-    product = product_of(first)
-    names = [op_name(node) for node in (*reversed(between), *after) if not _is_read(node)]
-    writers = (user for node in (first, *between) for user in node.users if may_write(user))
-    names += [op_name(user) for user in writers if user < softmax]
-    return product, names or [op_name(last)]
+    (*between, first), (_, *after, last) = above, below
+    names = [op_name(each) for each in (*reversed(between), *after) if not _is_read(each)]
+    names += [op_name(node)] if op_name(node) not in SOFTMAX else []
+    writers = (user for each in (first, *between) for user in each.users if may_write(user))
+    names += [op_name(user) for user in writers if user < node]
+    return product_of(first), names or [op_name(last)]
 
 
-def _tensors(nodes) -> list[Node]:
-    return [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
+def _softmax_of(node: Node) -> tuple[Node, int] | None:
+    """(scores, dimension) of a softmax, a logarithm of one, or what these are made of."""
+    name = _name(node)
+    if not isinstance(value_of(node), torch.Tensor):
+        return None
+    x, other = arguments(node, "input", "other")
+    if name in SOFTMAX or name in ("log_softmax", "_log_softmax", "softmin"):
+        return x, -1 if _dim(node) is None else _dim(node)
+    if name == "exp" and _name(x) == "sub":  # exp(x - logsumexp(x))
+        x, other = arguments(x, "input", "other")
+    elif name != "div" or _name(x) != "exp":  # exp(x) / exp(x).sum()
+        return None
+    while _name(other) in ("add", "clamp", "clamp_min", "clip", *SAME, *VIEWS):
+        other = arguments(other, "input")[0]
+    if _name(other) not in ("sum", "logsumexp") or arguments(other, "input")[0] is not x:
+        return None
+    dim = arguments(other, "input", "dim")[1]
+    (dim,) = dim if isinstance(dim, (list, tuple)) and len(dim) == 1 else (dim,)
+    return (x, dim) if isinstance(dim, int) else None
 
 
 def _is_read(node: Node) -> bool:
     return any(step.refused is None for _, step in _readings(node))
 
 
-def _reach(softmax: Node, neighbours) -> list[Node] | None:
-    """The nodes on the shortest way to a product of two tensors that no one trained."""
-    paths, seen = [[node] for node in neighbours(softmax)], {softmax}
+def _reach(start: Node, dims: dict, dim: int, upwards: bool) -> list[Node] | None:
+    """The nodes on the shortest way to a product: of q and k, or with v. dims: those of `start`
+    that a node on the way still has, and where."""
+    dim %= len(dims)
+    paths, seen = [([start], dims)], set()
     while paths and len(seen) < MOST_STEPS:
-        path = paths.pop(0)
+        path, dims = paths.pop(0)
         node = path[-1]
         if node in seen or not op_name(node):
             continue
         seen.add(node)
-        if op_name(node) in PRODUCTS:
+        if upwards:
             product = product_of(node)
-            if product and not _is_projection(product) and value_of(node).dim() > 2:
+            roles = product.roles() if product and not _is_projection(product) else None
+            kept = {product.out[d] for d in dims.values()} if roles else ()
+            if roles and kept >= {roles[1], roles[3]} and product.out[dims[dim]] in roles[1::2]:
                 return path
-            continue
-        if any(word in op_name(node) for word in ELSE):
-            continue
-        paths += [[*path, each] for each in neighbours(node)]
+            if any(word in op_name(node) for word in ELSE):
+                continue
+        for other in node.all_input_nodes if upwards else node.users:
+            if not isinstance(value_of(other), torch.Tensor):
+                continue
+            user, x = (node, other) if upwards else (other, node)
+            product = product_of(user)
+            if not upwards and product and x in (product.a, product.b):
+                letters = product.left if x is product.a else product.right
+                if letters[dims[dim]] not in product.out and not _is_projection(product):
+                    return [*path, user]
+            origins = _origins(user, x)
+            there = origins if upwards else {x: y for y, x in origins.items()}
+            found = {d: there[at] for d, at in dims.items() if there.get(at) is not None}
+            if dim in found and len(found) > 1:
+                paths.append(([*path, other], found))
     return None
+
+
+def _origins(node: Node, x: Node) -> dict[int, int]:
+    """Of the dimensions of `node`, those that are dimensions of its operand `x`, and which."""
+    name, product, order = op_name(node), product_of(node), order_of(node)
+    sizes, given = value_of(node).shape, value_of(x).shape
+    if order is not None:
+        return dict(enumerate(order))
+    if product and x in (product.a, product.b):
+        letters = product.left if x is product.a else product.right
+        return {i: letters.index(c) for i, c in enumerate(product.out) if c in letters}
+    if (
+        any(word in name for word in ELSE)
+        or x is not node.all_input_nodes[0]
+        and ("linear" in name or "conv" in name)
+    ):
+        return {}
+    if len(sizes) == len(given) and name not in VIEWS:
+        mixed = {"linear": len(given) - 1, "conv": 1}
+        lost = {d for word, d in mixed.items() if word in name}
+        alike = (d for d in range(len(sizes)) if equal(sizes[d : d + 1], given[d : d + 1])
+                 or not (equal(sizes[d : d + 1], [1]) or equal(given[d : d + 1], [1])))  # fmt: skip
+        return {d: d for d in alike if d not in lost}
+    inner = {i: math.prod(sizes[i + 1 :]) for i in range(len(sizes))}
+    return {
+        i: j
+        for i, n in enumerate(sizes)
+        for j, m in enumerate(given)
+        if equal([n, inner[i]], [m, math.prod(given[j + 1 :])])
+    }
 
 
 # -- paths ----
@@ -222,7 +286,8 @@ def _of_weights(step: Step) -> Step:
 
 def _dim(softmax: Node) -> int | None:
     dim = arguments(softmax, "input", "dim")[1]
-    return dim % value_of(softmax).dim() if isinstance(dim, int) else None
+    rank = value_of(softmax).dim()
+    return dim % rank if rank and isinstance(dim, int) else None
 
 
 def _best(paths: list[list[Step]]) -> list[Step] | None:
@@ -474,7 +539,15 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def _is_projection(product: Product) -> bool:
-    return len(product.right) == 2 < len(product.left)
+    """Whether one operand is a matrix that all of the other is multiplied by."""
+    a, b = (len(letters) for letters in (product.left, product.right))
+    return b == 2 < a or a == 2 < b or a == b == 2 and any(map(_is_trained, (product.a, product.b)))
+
+
+def _is_trained(x: Node) -> bool:
+    while op_name(x) in SAME or order_of(x) is not None:
+        x = arguments(x, "input")[0]
+    return isinstance(value_of(x), torch.nn.Parameter)
 
 
 def _number(x) -> float | None:

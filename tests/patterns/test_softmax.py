@@ -938,6 +938,30 @@ UNREAD = {
     "sorted weights": (scored(after=lambda p: p.flip(-1)), "could not be read: `flip` between"),
     "gathered scores": (
         scored(lambda s: s.gather(-1, torch.zeros(2, 4, 8, 8, dtype=torch.long))), "read: `gather` between"),
+    "heads mixed by a convolution": (
+        scored(after=lambda p: F.conv2d(p, FAR[:4, :4, None, None])), "read: `conv2d` between"),
+    "scores of heads mixed by a linear layer": (
+        scored(lambda s: F.linear(s.permute(0, 2, 3, 1), FAR[:4, :4]).permute(0, 3, 1, 2)),
+        "read: `linear` between"),
+    "weights normalised over the batch": (
+        scored(after=lambda p: F.batch_norm(p, None, None, training=True)), "read: `batch_norm` between"),
+    "softmax by keywords": (
+        lambda q, k, v: torch.softmax(input=(q @ k.mT).roll(1, -1), dim=-1) @ v, "read: `roll` between"),
+    "summed scores": (scored(lambda s: s.cumsum(-1)), "read: `cumsum` between"),
+    "exp of the logarithm": (
+        lambda q, k, v: (q @ k.mT).log_softmax(-1).exp() @ v, "read: `exp`, `log_softmax` between"),
+    "exp over its sum": (
+        lambda q, k, v: (lambda e: e / e.sum(-1, keepdim=True))((q @ k.mT).exp()) @ v,
+        "read: `exp`, `truediv` between"),
+    "exp over its sum, not by 0": (
+        lambda q, k, v: (lambda e: e / (e.sum(dim=-1).unsqueeze(-1) + 1e-6))((q @ k.mT).exp()) @ v,
+        "read: `exp`, `truediv` between"),
+    "exp less the logarithm of the sum": (
+        lambda q, k, v: (lambda s: s - s.logsumexp(-1, keepdim=True))(q @ k.mT).exp() @ v,
+        "read: `exp` between"),
+    "one head by mm": (
+        lambda q, k, v: torch.mm(torch.mm(q[0, 0], k[0, 0].t()).softmax(-1), v[0, 0]),
+        "q, k and v must have 3 or 4 dimensions"),
     "two": (scored(lambda s: s.roll(1, -1), lambda p: p.flip(-1)), "`roll`, `flip`"),
 }  # fmt: skip
 
@@ -955,10 +979,61 @@ def test_under_strict_a_softmax_between_two_products_that_is_not_read_is_an_erro
         strict(*random_qkv(dtype=torch.float32))
 
 
+def talking_heads(q, k, v):
+    return F.conv2d((q @ k.mT).softmax(-1), torch.eye(4)[..., None, None]) @ v
+
+
+def test_under_strict_heads_that_talk_are_an_error():
+    options = {"sage.emulate": True, "sage.strict": True}
+    strict = torch.compile(talking_heads, backend="sage", options=options)
+    with pytest.raises(SageRefused, match="could not be read: `conv2d` between the products"):
+        strict(*random_qkv(dtype=torch.float32))
+
+
 W = torch.randn(16, 16, dtype=torch.float64)
+TABLE = nn.Parameter(torch.randn(16, 8, dtype=torch.float64), requires_grad=False)
+
+
+def pooled(q, k, v):
+    """By one trained logit for each position of an attention's output."""
+    x = F.linear(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2), POOL)
+    return F.linear(x, POOL[:1]).softmax(1).mT @ x
+
+
+def soft_argmax(q, k, v):
+    """The place of the largest of a trained map of an attention's output."""
+    x = ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    heat = F.conv1d(x.mT, POOL[:3, :, None]).softmax(-1)
+    return torch.einsum("bcn,n->bc", heat, torch.linspace(-1, 1, 8, dtype=q.dtype))
+
+
+def experts(q, k, v):
+    """Each takes a part of every position, and gives it back."""
+    x = ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    logits = F.linear(x, POOL[:5])
+    taken = torch.einsum("bne,bnd->bed", logits.softmax(1), x)
+    return torch.einsum("bne,bed->bnd", logits.softmax(-1), taken)
+
+
+POOL = torch.randn(64, 64, dtype=torch.float64)
+BEHIND_ATTENTION = (pooled, soft_argmax, experts)
+
+
+def test_a_softmax_of_what_attention_returns_is_not_spoken_of():
+    _, taken, reasons, _ = capture(every(dict(enumerate(BEHIND_ATTENTION))), *random_qkv())
+    assert len(taken) == len(BEHIND_ATTENTION) and not reasons, reasons
+
+
 NOT_ATTENTION = {
     "classifier": lambda q, k, v: F.linear(q, W).softmax(-1),
     "router": lambda q, k, v: (q @ W).softmax(-1).topk(2)[0] @ W[:2],
+    "codebook of rows": lambda q, k, v: (q[0, 0] @ TABLE).softmax(-1) @ TABLE.t(),
+    "codebook by mm": lambda q, k, v: torch.mm(torch.mm(q[0, 0], TABLE).softmax(-1), TABLE.t()),
+    "contrast in logarithms": lambda q, k, v: F.nll_loss(
+        (q[0, 0] @ k[0, 0].mT).log_softmax(-1), torch.arange(8)
+    ),
+    "a number's": lambda q, k, v: q.sum().softmax(0) * v,
+    "odds": lambda q, k, v: q.exp() / q.exp().sum(-1, keepdim=True) * v,
     "gate": lambda q, k, v: F.softmax(F.linear(q, W), -1) @ W,
     "contrast": lambda q, k, v: (q @ k.mT).softmax(-1),
     "mixture": lambda q, k, v: BIAS.softmax(-1) @ v,
