@@ -3,6 +3,7 @@
 Update the golden graphs with EXPECTTEST_ACCEPT=1.
 """
 
+import functools
 import itertools
 import math
 import os
@@ -21,7 +22,9 @@ from support import calls, every, run_seen, written
 from torch import nn
 
 import sage_inductor
-from sage_inductor import SageRefused
+from sage_inductor import SageRefused, patterns
+from sage_inductor.choose.decide import Settings
+from sage_inductor.choose.decide import decide as decide_call
 from sage_inductor.ops.lse import compose_with_sink
 from sage_inductor.patterns.call import FULL
 from sage_inductor.patterns.graph import GraphIndex, value_of
@@ -1299,6 +1302,68 @@ def test_any_composition_is_attention():
     _, taken, reasons, actual = capture(every(functions), *inputs)
     assert len(taken) == len(functions) and not reasons, reasons
     check_close(functions, actual, every(functions)(*inputs), rtol=0, atol=1e-6)
+
+
+# -- scores [B * H, N, N] ----
+
+BROADCAST = [(8, 8), (1, 8, 8), (8, 1, 8), (8, 8, 8), (8, 8, 1), (1, 1, 8), (8,)]
+SPLIT = [(8, 8), (1, 8, 8), (4, 1, 8), (1, 4, 8, 8), (2, 1, 1, 8), (2, 4, 1, 1), (2, 4, 8, 8)]
+HOW = {
+    "added": lambda s, x: s + x,
+    "fills": lambda s, x: s.masked_fill(hidden_by(x), -math.inf),
+    "fills with a number": lambda s, x: s.masked_fill(hidden_by(x), LOW),
+    "fills what was added": lambda s, x: (s + x).masked_fill(hidden_by(x), LOW),
+}
+
+
+def hidden_by(x):
+    return (x > 0.5) & (torch.arange(x.shape[-1]) > 0)  # The first key is seen.
+
+
+def flat(how, mask, seen: bool, split: bool, sink: bool):
+    """seen: a view of 4 dimensions tells how many heads there are. split: the mask is for it."""
+
+    def attention(q, k, v):
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        s = torch.bmm(q, k.mT) * 0.25
+        s = how(s.view(2, 4, 8, 8) if split else s, mask)
+        s = torch.cat([s, ONE if split else ONE.flatten(0, 1)], -1) if sink else s
+        p = s.softmax(-1)[..., :8] if sink else s.softmax(-1)
+        return torch.bmm((p.view(2, 4, 8, 8) if seen else p).view(8, 8, 8), v)
+
+    return attention
+
+
+def flats() -> dict:
+    found, generator = {}, torch.Generator().manual_seed(0)
+    for split, shapes in ((False, BROADCAST), (True, SPLIT)):
+        for i, (shape, (name, how)) in enumerate(itertools.product(shapes, HOW.items())):
+            mask = torch.rand(shape, generator=generator, dtype=torch.float64)
+            seen, sink = i % 3 > 0, i % 5 > 2
+            found[name, shape, seen, split, sink] = flat(how, mask, seen, split, sink)
+    return found
+
+
+def test_a_mask_of_any_shape_is_aligned_with_scores_of_batch_and_heads_together():
+    functions, inputs = flats(), random_qkv()
+    _, taken, reasons, actual = capture(every(functions), *inputs)
+    assert len(taken) == len(functions) and not reasons, reasons
+    check_close(functions, actual, every(functions)(*inputs), rtol=0, atol=1e-12)
+
+
+def test_no_program_of_these_is_one_that_could_not_be_read():
+    programs = {**SPELLINGS, **WITH_SINK, **TAKEN, **ARGUMENTS, **NOT_ATTENTION, **flats()}
+    programs |= composed(1) | {name: f for name, (f, _) in (REFUSED | UNREAD).items()}
+    sites = []
+
+    def see(gm):
+        settings = Settings(emulate=True, force=True)
+        sites.extend(patterns.rewrite(gm, functools.partial(decide_call, settings=settings)))
+
+    run_seen(every(programs), *random_qkv(), see=see)
+    assert len(sites) > 150
+    faults = [str(site.reason) for site in sites if "a fault of ours" in str(site.reason)]
+    assert not faults
 
 
 # -- real models, whose attention is written out ----
