@@ -252,10 +252,11 @@ def test_config_is_what_options_override():
 
 
 def test_tools_that_put_values_in_place_for_a_test_put_them_back():
-    config.recipe, name = "sage1", "sage_inductor.config.recipe"
+    config.recipe = "sage1"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(config, "recipe", "sage3")
-        with mock.patch.object(config, "force", True), mock.patch(name, "off"):
+        monkeypatch.setattr("sage_inductor.config.config.recipe", "sage3")
+        off = mock.patch("sage_inductor.config.config.recipe", "off")
+        with mock.patch.object(config, "force", True), off:
             assert (config.recipe, config.force) == ("off", True)
         assert (config.recipe, config.force) == ("sage3", False)
     assert config.recipe == "sage1" == copy.deepcopy(config).recipe
