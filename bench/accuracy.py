@@ -171,11 +171,10 @@ IN_SHORT = {
     "comfy-kitchen op": "comfy-kitchen's INT8, rotated too",
     "FA3-fp8 op": "FlashAttention-3's FP8",
     "torchao-fp8 op": "torchao's FP8, by FlashAttention-3",
-    "torchao-fp8 hadamard op": "torchao's FP8 rotated, by FlashAttention-3",
 }
 SHORT = 8192, 128  # N and head_dim of its columns, and the families
 FAMILIES_IN_SHORT = {
-    "normal": "random inputs", "k2x12": "two strong channels of k", "sinks": "sinks",
+    "normal": "error: random inputs", "k2x12": "error: two strong channels of k",
 }  # fmt: skip
 
 
@@ -623,7 +622,7 @@ def figures_of(rows: list[dict]) -> list[tuple[str, str]]:
 
 
 def in_short(plans: dict[str, dict]) -> str:
-    """A line for each entry of IN_SHORT, by the results of all three plans; "" if they lack one."""
+    """A line for each entry of IN_SHORT; "" if the results of what is shipped lack one."""
     N, D = SHORT
     rows = [row for row in plans["shipped"]["rows"] if (row["N"], row["D"]) == SHORT]
     shown = {(row["entry"], row["family"]): row for row in rows if "average" in row}
@@ -632,22 +631,13 @@ def in_short(plans: dict[str, dict]) -> str:
     figures = {
         (row["entry"], row["family"]): row["figures"] or {} for row in plans["end-to-end"]["rows"]
     }
-    lines = [[
-        f"N={N:,}, head_dim {D}", "speed", *FAMILIES_IN_SHORT.values(), "q, k, v of models",
-        "GPT: perplexity", "ViT: accuracy",
-    ]]  # fmt: skip
+    lines = [[f"N={N:,}, head_dim {D}", "speed", *FAMILIES_IN_SHORT.values(), "GPT: perplexity"]]
     for entry, name in IN_SHORT.items():
-        of_models = [
-            row["average"]["rel_l1"]
-            for row in recipes(plans["accuracy"]["rows"])
-            if row["entry"] == entry and row["family"] in plans["accuracy"]["models"]
-        ]
-        gpt, vit = (figures.get((entry, model), {}) for model in ("gpt", "vit"))
+        gpt = figures.get((entry, "gpt"), {})
         lines.append([
             name, f"{shown[entry, 'normal']['speedup']:.2f}x",
             *(f"{shown[entry, family]['average']['rel_l1']:.2%}" for family in FAMILIES_IN_SHORT),
-            " to ".join(dict.fromkeys(f"{f(of_models):.2%}" for f in (min, max) if of_models)),
-            f"{gpt['perplexity']:.4f}" if gpt else "", f"{vit['accuracy']:.1%}" if vit else "",
+            f"{gpt['perplexity']:.4f}" if gpt else "",
         ])  # fmt: skip
     return markdown(lines)
 

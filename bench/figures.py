@@ -1,8 +1,9 @@
 """The plots of results, as SVG: FIGURES. Drawn by bench/pages.py."""
 
+import statistics
 from pathlib import Path
 
-from bench import accuracy, curves, model, peers, sparse
+from bench import accuracy, curves, models, peers, sparse
 from bench.cases import Case
 from bench.tables import groups
 
@@ -22,6 +23,20 @@ IN_SPARSE = (
     "skip-softmax",
     "random",
 )
+# Of the README's plot: the family of shapes, and each line's name.
+OVERVIEW = "D=128"
+IN_OVERVIEW = {
+    "sage2-8b-rotated op": "ours, the default",
+    "sage1-rotated op": "ours, sage1-rotated",
+    "FA3": "FA3, bf16",
+    "cuDNN": "cuDNN, bf16",
+    "FA3-fp8 op": "FA3, FP8",
+    "comfy-kitchen op": "comfy-kitchen's INT8",
+}
+LESS = ("perplexity", "frechet")  # of figures of models: is better
+# What a panel shows at least, of exact attention's figure: so that a difference of one image in
+# 1,024, or of 0.04 % in perplexity, does not fill it.
+LEAST = {"perplexity": (0.995, 1.005), "agreement": (0.99, 1)}
 # Of text and axes: 4.5 times as bright or dark as a white page, 4.2 as a dark one (#0d1117).
 GREY = "#767676"
 INK = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
@@ -52,7 +67,7 @@ def keep(figure, title: str, result: dict, path: Path, legend: float = 0.04) -> 
     shown = ("torch", "triton", "FA3", "SageAttention")
     versions = [f"{k} {result['versions'][k]}" for k in shown if k in result["versions"]]
     where = result["machine"]["gpu"], *versions, result["date"][:10]
-    figure.suptitle(f"{title}\n{', '.join(where)}", fontsize=9)
+    figure.suptitle(f"{title}\n{', '.join(filter(None, where))}", fontsize=9)
     figure.tight_layout(rect=(0, legend, 1, 1))
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
@@ -134,49 +149,52 @@ def family_of(row: dict) -> str:
     return f"B={case.B} H={case.heads} {case.family}"
 
 
-def draw_overview(shipped: dict, blocks: dict, path: Path) -> None:
-    """For the top of the README: the time that blocks save, a line from the least to the most of
-    all rounds, grey where there is no gain; and the speed of attention beside other packages."""
-    figure, axes = subplots(path, 1, 2, figsize=(11, 3.3), width_ratios=(1.3, 1))
+def draw_overview(whole: dict, its: dict, path: Path) -> None:
+    """For the top of the README: how fast whole models are, over "inductor" and over eager; and the
+    speed of attention by IN_OVERVIEW, each line with its name at its end."""
+    figure, axes = subplots(path, 1, 2, figsize=(9, 3.6), width_ratios=(1, 1.05))
     dots, lines = axes[0]
-    faster, others = model.rewritten(blocks["rows"])
-    rows = sorted([*faster, *others], key=lambda row: row["speed"]["sage"]["x"])
-    for i, row in enumerate(rows):
-        speed = row["speed"]["sage"]
-        least, median, most = (saved(speed[key]) for key in ("x_min", "x", "x_max"))
-        gains = row in faster and speed["x_min"] > 1
-        colour = SAGE_COLOURS[0] if gains else GREY
-        dots.hlines(i, least, most, color=colour, linewidth=4, alpha=0.5)
-        dots.plot(median, i, "o", color=colour, markersize=5)
-    dots.set_yticks(range(len(rows)), map(model.title_of, rows), fontsize=8)
-    dots.set_xlim(left=min(0, *dots.get_xlim()))
-    dots.set_xlabel("time saved, %")
-    dots.set_title('Whole blocks: backend="sage" instead of "inductor"', fontsize=10)
-    its = [row for row in shipped["rows"] if row["D"] == accuracy.SHORT[1]]
-    ticks = sorted({row["N"] for row in its})
-    for entry, label in accuracy.IN_SHORT.items():
-        points = {row["N"]: row["speedup"] for row in its if row["entry"] == entry}
-        short = entry if entry in COLOURS else label.partition(",")[0].replace("`", "")
-        width = 2.2 if entry.startswith("sage") else 1.2
-        lines.plot(ticks, list(map(points.get, ticks)), label=short, marker=".", linewidth=width)
-    lines.set_xscale("log", base=2)
-    lines.set_xticks(ticks, [f"{n // 1024}K" for n in ticks])
-    lines.set_ylim(bottom=0)
+    rows = [row for row in whole["rows"] if not row["error"]]
+    rows.sort(key=lambda row: min(speed["x"] for speed in row["speed"].values()))
+    for i, (base, fill) in enumerate((("inductor", "full"), ("eager", "none"))):
+        x = [row["speed"][base]["x"] for row in rows]
+        style = {"color": SAGE_COLOURS[0], "fillstyle": fill, "markersize": 8 - i}
+        dots.plot(x, range(len(rows)), "o", label=f"over {base}", **style)
+    names = (f"{models.MODELS[row['model']].title}, {row['tokens'] / 1000:.0f}K" for row in rows)
+    dots.set_yticks(range(len(rows)), names)
+    dots.axvline(1, color=GREY, linewidth=1)
+    dots.set_xlabel("x as fast")
+    dots.set_title('Whole models by backend="sage", tokens', fontsize=11)
+    dots.set_ylim(-0.5, len(rows) + 0.1)  # with room for the legend
+    dots.legend(loc="upper right", ncol=2)
+    rows = [
+        row for row in peers.of_kind(its["rows"], "op")
+        if row["family"] == OVERVIEW and not row["model"] and row["B"] == 4 and row["tflops"]
+    ]  # fmt: skip
+    base = {row["N"]: row["tflops"] for row in rows if row["provider"] == "cuDNN"}
+    for provider, column in groups(rows, "provider").items():
+        if name := IN_OVERVIEW.get(provider):
+            points = [(row["N"], row["tflops"] / base[row["N"]]) for row in column]
+            style = line_style(provider, rows)
+            lines.plot(*zip(*points, strict=True), **style)
+            lines.annotate(
+                name, points[-1], (7, 0), textcoords="offset points", va="center",
+                color=style["color"], fontsize=9,
+            )  # fmt: skip
+    against_n(lines, rows, "Attention, head_dim 128: x cuDNN's speed", fontsize=11)
     lines.set_xlabel("tokens")
-    lines.set_title("Attention, head_dim 128: x cuDNN's speed", fontsize=10)
-    lines.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    keep(figure, "bf16 inference", blocks, path)
-
-
-def saved(speed: float) -> float:
-    """Percent of the time."""
-    return 100 * (1 - 1 / speed)
+    lines.spines[["right", "top"]].set_visible(False)
+    lines.set_xlim(right=max(base) * 8)  # of the names
+    dots.grid(alpha=0.3)
+    days = [result["date"][:10] for result in (whole, its)]
+    title = "bf16 inference. Models: {}, attention: {}".format(*days)
+    keep(figure, title, {**whole, "date": ""}, path)
 
 
 def draw_accuracy(result: dict, path: Path) -> None:
     """Relative L1 of each recipe, on families and on models: average, and a line to the worst."""
+    from matplotlib import ticker
+
     rows = accuracy.recipes(result["rows"])
     entries = list(groups(rows, "entry"))
     panels = {"random inputs": [], "q, k, v of models": []}
@@ -187,21 +205,38 @@ def draw_accuracy(result: dict, path: Path) -> None:
     figure, axes = subplots(path, 1, 2, figsize=(11, 0.4 * len(entries) + 1.6), sharey=True)
     for axis, (title, families) in zip(axes[0], panels.items(), strict=True):
         for i, (family, its) in enumerate(families):
-            height = [entries.index(row["entry"]) + 0.08 * (i - len(families) / 2) for row in its]
-            average, worst = ([row[of]["rel_l1"] for row in its] for of in ("average", "worst"))
+            shift = 0.08 * (i - (len(families) - 1) / 2)
+            height = [entries.index(row["entry"]) + shift for row in its]
+            average, worst = (
+                [100 * row[of]["rel_l1"] for row in its] for of in ("average", "worst")
+            )
             axis.hlines(height, average, worst, color=f"C{i}", linewidth=1)
             axis.plot(average, height, ".", color=f"C{i}", label=family)
         axis.set_xscale("log")
-        axis.set_xlabel("relative L1")
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("")
+        axis.tick_params(axis="x", labelsize=8)
+        axis.set_xlabel("relative L1, %: less is better")
         axis.set_title(title, fontsize=10)
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=4)
+        if len(families) > 1:
+            below = -0.55 / (0.4 * len(entries))  # inches of the label, over those of the panel
+            axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, below), ncol=4)
+        else:
+            axis.set_title(f"{title}: {families[0][0]}", fontsize=10)
     list_entries(axes, entries)
     keep(figure, "Attention by each recipe", result, path)
 
 
 def draw_models(result: dict, path: Path) -> None:
-    """A panel per figure, a dot per recipe; the line is exact attention's."""
-    entries, columns = list(groups(result["rows"], "entry")), accuracy.figures_of(result["rows"])
+    """A panel per figure, a dot per recipe; the line is exact attention's. The defaults of Hopper
+    come first, and the papers' recipes, in capitals, last. Accuracy is left out: it differs by a
+    few images, of which as many become right as wrong. A panel is no narrower than LEAST says."""
+    columns = [each for each in accuracy.figures_of(result["rows"]) if each[1] != "accuracy"]
+    entries = sorted(
+        groups(result["rows"], "entry"),
+        key=lambda entry: (entry.isupper(), "sage" in entry and "rotated" not in entry),
+    )
     height = 1 + (len(columns) > 4)
     size = (13, height * (0.25 * len(entries) + 1.2))
     figure, axes = subplots(path, height, -(-len(columns) // height), figsize=size, sharey=True)
@@ -210,16 +245,23 @@ def draw_models(result: dict, path: Path) -> None:
         found = {row["entry"]: row["figures"][name] for row in its}
         points = [(x, entries.index(entry)) for entry, x in found.items() if x is not None]
         axis.plot(*zip(*points, strict=True), "o", color="tab:green", markersize=4)
-        if found.get("exact") is not None:
-            axis.axvline(found["exact"], color=GREY, linewidth=1)
-        axis.set_title(f"{family}: {name.replace('_', ' ')}", fontsize=10)
+        if (exact := found.get("exact")) is not None:
+            axis.axvline(exact, color=GREY, linewidth=1)
+            axis.update_datalim([(part * exact, 0) for part in LEAST.get(name, ())])
+        for i, entry in enumerate(entries):
+            if entry not in found:
+                where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 7}
+                axis.text(0.03, i, "not measured", **where)
+        better = "less" if name in LESS else "more"
+        axis.set_title(f"{family}: {name.replace('_', ' ')}, {better} is better", fontsize=10)
         axis.ticklabel_format(axis="x", useOffset=False)
         axis.locator_params(axis="x", nbins=4)
         axis.tick_params(axis="x", labelsize=8)
     for axis in axes.flat[len(columns) :]:
         axis.set_axis_off()
     list_entries(axes, entries)
-    keep(figure, "Whole models by each recipe", result, path)
+    papers = "; capitals: the papers' recipes, emulated" if any(map(str.isupper, entries)) else ""
+    keep(figure, f"Whole models by each recipe{papers}", result, path)
 
 
 def draw_sparse(result: dict, path: Path) -> None:
@@ -252,8 +294,9 @@ def draw_sparse(result: dict, path: Path) -> None:
 
 
 def draw_curves(result: dict, path: Path) -> None:
-    """A row of panels per setting. Left: the loss, a line per run. Right: the mean gap to exact
-    attention over seeds; grey: up to the deviation of exact's loss between seeds, at the end."""
+    """A row of panels per setting. Left: the loss, a line per run. Right: the gap to exact
+    attention, its median over seeds, which one seed's spike does not move; grey: up to the
+    deviation of exact's loss between seeds, at the end."""
     rows = [{**row, "setting": setting_of(row)} for row in result["rows"]]
     exact_deviation = {
         setting_of(line): line["train"]["exact_deviation"]
@@ -272,7 +315,7 @@ def draw_curves(result: dict, path: Path) -> None:
         beside = {row["seed"]: row["curve"] for row in recipes.get("exact", ())}
         for recipe, runs in recipes.items():
             line = "--" if "," in recipe else "-"  # a variant, of the same colour
-            style = {"color": colours[recipe], "linewidth": 0.9, "linestyle": line}
+            style = {"color": colours[recipe], "linewidth": 0.9, "linestyle": line, "alpha": 0.7}
             for i, run in enumerate(runs):
                 points = numbers(enumerate(run["curve"], 1), run["every"])
                 losses.plot(*points, label="" if i else recipe, **style)
@@ -281,11 +324,11 @@ def draw_curves(result: dict, path: Path) -> None:
                 for run in runs
                 if (exact := beside.get(run["seed"])) and recipe != "exact"
             ]
-            means = [
-                None if None in each else sum(each) / len(each)
+            medians = [
+                None if None in each else statistics.median(each)
                 for each in zip(*pairs, strict=False)
             ]
-            gaps.plot(*numbers(enumerate(means, 1), runs[0]["every"]), **style)
+            gaps.plot(*numbers(enumerate(medians, 1), runs[0]["every"]), **style)
         gaps.axhline(0, color=GREY, linewidth=0.8)
         gaps.set_ylim(gaps.get_ylim())  # of the gaps, however far the seeds are apart
         if deviation := exact_deviation.get(setting):
@@ -293,7 +336,7 @@ def draw_curves(result: dict, path: Path) -> None:
         losses.set_yscale("log")
         losses.set_ylabel("loss")
         losses.set_title(setting, fontsize=10)
-        gaps.set_ylabel("gap to exact, mean over seeds")
+        gaps.set_ylabel("gap to exact, median of seeds")
         gaps.set_title(setting, fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("step")
@@ -343,7 +386,7 @@ def line_style(provider: str, rows: list[dict]) -> dict:
 # file -> the plans it shows, and who draws it from their results
 FIGURES = {
     "attention.svg": (("paper",), draw_speed),
-    "overview.svg": (("shipped", "model"), draw_overview),
+    "overview.svg": (("whole", "peers"), draw_overview),
     "accuracy.svg": (("accuracy",), draw_accuracy),
     "end-to-end.svg": (("end-to-end",), draw_models),
     "peers.svg": (("peers",), draw_peers),

@@ -282,6 +282,7 @@ def entry_of(name: str) -> list[str]:
 def signature(function) -> str:
     """As the source has it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    tree.args.kwarg = None  # what is refused
     returns = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
     text = f"{tree.name}({ast.unparse(tree.args).replace('=', ' = ')}){returns}"
     return textwrap.fill(text, 120, subsequent_indent=" " * (len(tree.name) + 1))

@@ -5,6 +5,7 @@ with `provenance` below it: bench/pages.py.
 """
 
 import itertools
+import re
 import statistics
 import textwrap
 
@@ -73,9 +74,12 @@ def versions_of(result: dict) -> str:
 
 
 def where_and_when(result: dict) -> str:
-    """In a line where there is room: pages have at most 160 columns."""
+    """In a line where there is room: pages have at most 160 columns. Rows of another commit, which
+    the method names, are named too."""
     where = f"One {result['machine']['gpu']}, {result['date'][:10]}, {versions_of(result)}."
-    return textwrap.fill(f"{where} {again(result)}", 160, break_on_hyphens=False) + "\n"
+    others = re.findall(r"[^.]+ at commit \w+\.", str(result["method"]))
+    said = f"{where} {again(result)}{''.join(others)}"
+    return textwrap.fill(said, 160, break_on_hyphens=False) + "\n"
 
 
 def again(result: dict) -> str:

@@ -158,7 +158,7 @@ InstructionTranslator = _take("torch._dynamo.symbolic_convert:InstructionTransla
     without="the path of a module that an object holds (pipe.transformer) starts at the object")
 FakeTensorMode = _take("torch._subclasses.fake_tensor:FakeTensorMode",
     without="sage_inductor.attention cannot decide what becomes of a call")
-FakeTensor = _take("torch._subclasses.fake_tensor:FakeTensor", without="as FakeTensorMode")
+FakeTensor = _take("torch._subclasses.fake_tensor:FakeTensor", without="no tensor is a plain one")
 detect_fake_mode = _take("torch._guards:detect_fake_mode",
     without="sage_inductor.attention cannot be traced with dynamic shapes")
 disable_modes = _take("torch.utils._python_dispatch:_disable_current_modes",

@@ -111,6 +111,13 @@ LOG2E = 1.4426950408889634
 SAMPLE = 128  # rows that statistics are estimated from, where one pass prepares k and v
 NO_SHIFT = 9.0  # (3 standard errors)^2: a sample's mean this small is noise, and no shift is better
 HEADROOM = 4.0  # of v's scale over the sample's amax: 2 of the 15 octaves of E4M3's normal numbers
+# The same over the amax of the keys that count, where there are others: a row that sees those alone
+# under a mask's lowest number averages over their v. In FP4 16 numbers of both share a scale.
+OF_HIDDEN, OF_HIDDEN_FP4 = 32.0, 4.0
+# Scores in log2 units, of attention/large_scores.py: what is large; the offset from there on, an
+# integer, as numbers near m are; and from where on they are 8 apart or more, and the offset is 0.
+LARGE, OFFSET_OF_LARGE, LARGEST = 2.0**15, 8.0, 2.0**26
+LARGE_BITS, ONE_BITS = (15 + 127) << 23, 127 << 23  # of LARGE and 1 in fp32
 LOG2_FP4_MAX = math.log2(E4M3_MAX * FP4_MAX)  # of the largest number that the two make
 
 

@@ -96,7 +96,8 @@ def opens(
 
     @custom_op.register_torch_dispatch(compat.FunctionalTensorMode)
     def open_(mode, op, types, args, kwargs):
-        on_cpu = args[0].device.type == "cpu"
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        on_cpu = first.device.type == "cpu"
         is_subclass = any(hasattr(each, "__tensor_flatten__") for each in types)
         stays = on_cpu and portable is not None and not args[portable]
         if is_subclass or compat.exporting() or stays:

@@ -17,9 +17,11 @@ blocks, which flex_attention gives to mask_mod), not for what full_kv_indices na
 for both. A block that is named twice counts twice, as in flex_attention.
 
 A key counts in smoothing and scales if any row sees it with code 3: what padding holds does not
-matter, be it NaN. Where no key has code 3, those of code 1 count, over which all rows average. Keys
-that the band hides from every query do not count (`SdpaCall.of_seen_keys`), nor do those of blocks
-that no list names. A tile of queries reads the keys from its first to its last code above 0.
+matter, be it NaN. Where no key has code 3, those of code 1 count, over which all rows average. If
+only some rows do, v of the other keys saturates at formats.OF_HIDDEN times the range of those that
+count. Keys that the band hides from every query do not count (`SdpaCall.of_seen_keys`), nor do
+those of blocks that no list names. A tile of queries reads the keys from its first to its last code
+above 0.
 Plain PyTorch: one reduction for Inductor, which reads the mask once.
 
 Shapes: B batch, H heads, N sequence, M blocks of a sequence.

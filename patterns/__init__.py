@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.notes import lost
 from sage_inductor.patterns import flex, modules, ours, sdpa, sdpa_backends
 from sage_inductor.patterns.bands import prove
 from sage_inductor.patterns.call import FULL, Call, Decision, Site, gathered, unreadable
@@ -60,8 +61,8 @@ def _rewrite_graph(graph: torch.fx.Graph, requested: dict, decide, put) -> list[
     try:
         sites, index = [], GraphIndex(graph)
         index.requested = requested
-    except Exception:
-        _log.exception("a graph stays as it was: it could not be read, which is a fault of ours")
+    except Exception as error:  # noqa: BLE001  (a graph that nobody has seen must compile)
+        _fault("a graph could not be read and stays as it was", error)
         return []
     for node in list(graph.nodes):
         if "sage" in node.meta:
@@ -70,7 +71,7 @@ def _rewrite_graph(graph: torch.fx.Graph, requested: dict, decide, put) -> list[
             site = _rewrite_call(node, index, decide, put)
         except compat.ShortenTraceback:  # of what the user asked for
             raise
-        except Exception as error:  # a graph that nobody has seen yet must not stop a compilation
+        except Exception as error:  # noqa: BLE001  (as above)
             site = unreadable(node, error)
             node.meta["sage"] = "kept"
         index.undo()
@@ -78,10 +79,16 @@ def _rewrite_graph(graph: torch.fx.Graph, requested: dict, decide, put) -> list[
     if sum(site.rewritten for site in sites) > 1:
         try:
             share(index)
-        except Exception:  # each call then prepares its own k and v
-            _log.exception("calls do not share k and v, which is a fault of ours")
+        except Exception as error:  # noqa: BLE001  (as above)
+            _fault("calls do not share k and v: each prepares its own", error)
         index.undo()
     return sites
+
+
+def _fault(what: str, error: Exception) -> None:
+    """In the report, and in the log with its traceback."""
+    what, error = f"{what}, which is a fault of ours", f"{type(error).__name__}: {error}"
+    _log.exception("%s", lost(what, error))
 
 
 def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site | None:

@@ -94,7 +94,7 @@ class Decision(NamedTuple):
     """What becomes of a call, and why."""
 
     recipe: str | None  # a name in recipe.NAMED, with which sage::sdpa computes it
-    reason: str  # what chose that or, a Reason, why the call stays as it was
+    reason: Reason | str  # why the call stays as it was or, a str, what chose the recipe
     warpgroups: int | None = None  # a schedule, where times were measured: SdpaCall's
     selection: Selection | None = None  # the blocks of keys that are kept; None: all
     trained_by: str | None = None  # what computes forward and backward together: a name in OPS
@@ -122,6 +122,10 @@ class Site:
     device: str = "?"  # of q: "cpu", "cuda:0"
     stage: str | None = None  # in which this becomes of it; None: in all that have no site
 
+    def __post_init__(self):
+        if not (self.rewritten or isinstance(self.decision.reason, Reason)):
+            raise TypeError(f"a call that stays must have a Reason, got {self.decision.reason!r}")
+
     @classmethod
     def of(cls, call: Call, decision: Decision) -> "Site":
         return cls(
@@ -144,6 +148,11 @@ class Site:
 
     @property
     def reason(self) -> str:
+        return str(self.decision.reason)
+
+    @property
+    def why(self) -> Reason:
+        """Of a call that stays: the reason with its cause."""
         return self.decision.reason
 
     @property
@@ -213,10 +222,10 @@ def _length_of_root(steps: list[tuple[str, str, str]]) -> int:
         output = compat.InstructionTranslator.current_tx().output
         value = {"L": output.local_scope, "G": output.global_scope}[steps[0][0]]
         for i, (attribute, key, index) in enumerate(steps[1:], 2):
-            value = getattr(value, attribute) if attribute else value[key or int(index)]
+            value = getattr(value, attribute) if attribute else value[int(index) if index else key]
             if isinstance(value, torch.nn.Module):
                 return i
-    except Exception:  # no frame is being compiled, or the path is written in another way
+    except (AttributeError, LookupError, TypeError):  # no frame is compiled, or another path's form
         pass
     return 2
 

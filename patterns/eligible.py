@@ -43,7 +43,7 @@ def why_not(call: Call) -> Reason | None:
     lists = [value_of(x) for pair in call.blocks.lists for x in pair] if call.blocks.size else []
     tensors = [x for x in (q, k, v, mask, value_of(call.sink), *lists) if x is not None]
     for x in tensors:
-        if type(x).__name__ != "FakeTensor" or x.layout != torch.strided:
+        if type(x) is not compat.FakeTensor or x.layout != torch.strided:
             return reasons.SUBCLASS(type(x).__name__)
     if not q.dim() == k.dim() == v.dim() == 4:
         return reasons.DIMENSIONS(q.dim(), k.dim(), v.dim())

@@ -190,7 +190,7 @@ def _evaluate(needed: tuple, nodes: tuple) -> list | None:
                     values[node] = node.target(*concrete(node.args), **concrete(node.kwargs))
                 depth += op_name(node) == "_vmap_increment_nesting"
                 depth -= op_name(node) == "_vmap_decrement_nesting"
-        except Exception:  # of whatever the user wrote: it is data then
+        except Exception:  # noqa: BLE001  (the user's ops may raise anything: it is data)
             return None
         finally:
             for _ in range(depth):

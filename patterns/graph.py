@@ -200,9 +200,6 @@ def is_known(node: Node) -> bool:
     )
 
 
-# What Dynamo calls NumPy's functions that make numbers of numbers.
-NUMPY = ("wrapped_sqrt", "wrapped_power", "wrapped_reciprocal", "wrapped_float16",
-         "wrapped_float32", "wrapped_float64", "wrapped_item")  # fmt: skip
 # Methods by which operators are called in a graph; the others (__ior__, __setitem__) may write.
 READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__abs__")
 
@@ -226,8 +223,13 @@ def may_write(node: Node) -> bool:
         reads = ("invert", "inv", "is_", "is_not")
         return name == "setitem" or name.startswith("i") and name not in reads
     foreign = home.split(".")[0] not in ("", *HOMES) or "_dynamo" in home
-    if home == "torch._dynamo.utils" and name in NUMPY:
-        return node.kwargs.get("out") is not None
+    if home == "torch._dynamo.utils" and name.startswith("wrapped_"):  # NumPy's, as Dynamo calls it
+        # What writes returns nothing, or what it was given: out, or itself.
+        value = value_of(node)
+        is_new = isinstance(value, torch.Tensor) and storage_of(value) not in _by_storage(
+            node.all_input_nodes
+        )
+        return not is_new and not isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
     dunder = name.endswith("__") and name not in READS
     inplace = any(node.kwargs.get(name) not in (None, False) for name in ("out", "inplace"))
     positional = home == "torch.nn.functional" and any(arg is True for arg in node.args)

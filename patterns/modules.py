@@ -289,7 +289,7 @@ def _unprojectable(node: Node, x: Node, num_heads, index: GraphIndex) -> Reason 
         if value is None:
             return reasons.NO_SHAPES()
         if isinstance(value, torch.Tensor) and (
-            type(value).__name__ != "FakeTensor" or value.layout != torch.strided
+            type(value) is not compat.FakeTensor or value.layout != torch.strided
         ):
             return reasons.SUBCLASS(type(value).__name__)
     if value_of(x).dim() != 3:

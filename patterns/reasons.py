@@ -10,23 +10,21 @@ its text.
 import dataclasses
 
 
-class Reason(str):
-    """The sentence that says why a call stays as it was, with the call's own numbers in it."""
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """The sentence that says why a call stays as it was, with the call's own numbers in it. It is
+    no str: what an f-string makes of it has no cause, and a Site does not take that."""
 
+    text: str
     cause: "Cause"
     short: str  # the same in few words
 
-    def __new__(cls, text: str, cause: "Cause", short: str):
-        reason = super().__new__(cls, text)
-        reason.cause, reason.short = cause, short
-        return reason
+    def __str__(self):
+        return self.text
 
     def __add__(self, more: str) -> "Reason":
-        text = f"{self}{more}"
+        text = self.text + more
         return Reason(text, self.cause, self.short if self.cause.short else text)
-
-    def __reduce__(self):
-        return Reason, (str(self), self.cause, self.short)
 
     @property
     def kind(self) -> object:
@@ -51,11 +49,6 @@ class Cause:
         return Reason(text, self, self.short.format(*given) if self.short else text)
 
 
-def of(reason: str) -> Reason:
-    """A reason that was given as it is."""
-    return reason if isinstance(reason, Reason) else UNKNOWN(reason)
-
-
 def joined(reasons: list[Reason]) -> Reason:
     """All of them, for the first one's cause."""
     first, *others = reasons
@@ -63,7 +56,6 @@ def joined(reasons: list[Reason]) -> Reason:
 
 
 # fmt: off
-UNKNOWN = Cause("{}", "please report it: this cause has no remedy yet")
 UNREADABLE = Cause("could not be read, which is a fault of ours: {}: {}",
     "please report it with this message: the call itself is computed as it was")
 
@@ -166,6 +158,8 @@ NO_SHAPES = Cause("the graph carries no shapes for this call",
 IN_A_TRANSFORM = Cause("inside a torch.func transform", "call attention outside of vmap and grad")
 _EVAL = "call model.eval(), or set its dropout to 0"
 DROPOUT = Cause("dropout_p must be 0, got {}", _EVAL)
+DROPOUT_IN_TRAINING = Cause("dropout_p must be 0, got {}, and the output requires a gradient",
+    f"{_EVAL}; {_NO_GRAD}")
 _NUMBER = "give a Python number that does not change between calls"
 SCALE = Cause("scale must be a finite number known when compiling, got {}", _NUMBER)
 SUBCLASS = Cause("tensor subclasses are not supported, got {}",
@@ -300,4 +294,4 @@ ZERO_GRADIENT = Cause("was not measured: its gradient is 0",
     "it that are not 0")
 # fmt: on
 
-CAUSES = tuple(x for x in globals().values() if isinstance(x, Cause) and x is not UNKNOWN)
+CAUSES = tuple(x for x in globals().values() if isinstance(x, Cause))

@@ -1,9 +1,4 @@
-"""The command line.
-
-python -m sage_inductor doctor     what is installed, and whether each recipe really runs here
-python -m sage_inductor tune       measure what "auto" decides by on this GPU
-python -m sage_inductor demo       a diffusion transformer, compiled: report, accuracy, speed
-"""
+"""The command line: ``python -m sage_inductor doctor``."""
 
 import argparse
 import importlib

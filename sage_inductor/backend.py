@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from sage_inductor.ops.compat import (
     inductor_config,
     tracing,
 )
+from sage_inductor.ops.notes import NOTES
 from sage_inductor.options import PREFIX, Options
 from sage_inductor.patterns.call import Site
 from sage_inductor.patterns.graph import copied, graph_modules, value_of
@@ -44,6 +45,7 @@ from sage_inductor.session import Seen, session
 from sage_inductor.settings import Settings, resolve, split
 from sage_inductor.stages import by_stage
 
+Function = TypeVar("Function", bound=Callable)
 METADATA = "aot_inductor.metadata"
 
 
@@ -179,17 +181,36 @@ def _has_symbolic_floats(gm: torch.fx.GraphModule) -> bool:
 sage_backend.reset = InductorWrapper(None, None, None).reset
 
 
+def inputs_later(function: Function) -> Function:
+    """Raises TypeError where inputs are given beside the model: what it returns takes them."""
+
+    @functools.wraps(function)
+    def checked(model, *inputs, **options):
+        if inputs:
+            name = function.__name__
+            raise TypeError(
+                f"{name}(model)(*inputs): give the inputs to what {name}(model) returns"
+            )
+        return function(model, **options)
+
+    return checked
+
+
+@inputs_later
 def explain(model, *, options: Options | dict | None = None) -> Callable[..., Report]:
     """``explain(model)(*args, **kwargs)`` runs `model` once on these arguments, and says what
     ``backend="sage"`` would do with each attention call.
 
+    model: a module or a function. A module that is in eval mode runs under ``torch.no_grad()``, as
+    in inference, unless an argument requires a gradient. All else runs with gradients as the caller
+    has them.
     options: as of ``torch.compile``. Nothing is compiled. Like ``torch._dynamo.explain``, it resets
     Dynamo's caches.
 
     Returns a function of the model's arguments, which returns the Report.
 
-    Raises SageOptionError for an unknown or ill-typed option, before the model runs, and then what
-    the model raises.
+    Raises SageOptionError for an unknown or ill-typed option, and TypeError for inputs beside the
+    model, before the model runs, and then what the model raises.
     """
     settings = resolve(split(options or {})[0])
 
@@ -203,9 +224,11 @@ def explain(model, *, options: Options | dict | None = None) -> Callable[..., Re
             graph = str(CompileContext.current_compile_id())
             sites.extend((graph, site) for site in _sites_of_stages(variants))
 
-        with op_by_op(see) as run_once:
+        needs_grad = any(getattr(x, "requires_grad", False) for x in (*args, *kwargs.values()))
+        infers = not getattr(model, "training", True) and not needs_grad
+        with op_by_op(see) as run_once, torch.no_grad() if infers else contextlib.nullcontext():
             run_once(model, args, kwargs)
-            notes = seen.left_to_eager()
+            notes = [*NOTES.values(), *seen.left_to_eager()]
         return whole(sites, settings.policy, seen.why_without(), notes)
 
     return awaiting(run, "explain", model)

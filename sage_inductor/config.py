@@ -14,12 +14,13 @@ us.)
 """
 
 import contextlib
+import itertools
 import os
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from sage_inductor.names import unknown
 from sage_inductor.options import SETTINGS, Option
@@ -45,8 +46,9 @@ else:  # with these methods a type checker would take any name for a setting's
         def __setattr__(self, name: str, value) -> None:
             changes = _checked({name: value})
             vars(self).update(changes)
+            _of_all[0] = _number_of(vars(self))
             if changes.keys() & _patched.get():  # what is read after an assignment was assigned
-                _patched.set(_patched.get() | changes)
+                _patched.set(_Changes(_patched.get() | changes))
             _tell(changes, for_all=True)
 
 
@@ -93,7 +95,7 @@ Config.__doc__ = "\n".join([f"{Config.__doc__}\n", *_lines])
 
 @contextlib.contextmanager
 def _patch(changes: dict[str, Any]) -> Iterator[None]:
-    token = _patched.set(_patched.get() | changes)
+    token = _patched.set(_Changes(_patched.get() | changes))
     try:
         _tell(changes)
         yield
@@ -138,7 +140,46 @@ def _warn_of_variables() -> None:
         warnings.warn(unknown(name, known, prefix), stacklevel=2)
 
 
-_patched: ContextVar[dict[str, Any]] = ContextVar(_PREFIX, default={})  # noqa: B039 (never changed)
+class _Same(NamedTuple):
+    """A function of the user's, which need not be hashable, in a key that keeps it alive."""
+
+    function: Callable
+
+    def __hash__(self) -> int:
+        return id(self.function)
+
+    def __eq__(self, other) -> bool:
+        return type(other) is _Same and self.function is other.function
+
+
+def _number_of(values: dict[str, Any]) -> int:
+    """The same for the same values, and no other's."""
+    key = tuple((x, _Same(y) if y.__hash__ is None else y) for x, y in values.items())
+    if len(_numbers) >= 4096:
+        _numbers.clear()
+    return _numbers.setdefault(key, next(_unused))
+
+
+class _Changes(dict):
+    """What a patch changes, never changed itself."""
+
+    def __init__(self, changes: dict[str, Any]):
+        super().__init__(changes)
+        self.number = _number_of(changes)
+
+
+def settings_in_force() -> tuple[int, int]:
+    """Two numbers that are the same where all settings are, here."""
+    return _of_all[0], _patched.get().number
+
+
+_numbers: dict[tuple, int] = {}
+_unused = itertools.count()
+_patched: ContextVar[_Changes] = ContextVar(_PREFIX, default=_Changes({}))  # noqa: B039
 config = Config()
-vars(config).update({name: _of_environment(option) for name, option in SETTINGS.items()})
+try:
+    vars(config).update({name: _of_environment(option) for name, option in SETTINGS.items()})
+except ValueError as error:
+    raise ValueError(str(error)) from None  # without the frames of how it was read
+_of_all = [_number_of(vars(config))]
 _warn_of_variables()

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from sage_inductor import page
-from sage_inductor.backend import awaiting, op_by_op
+from sage_inductor.backend import awaiting, inputs_later, op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.measure import SDPA, Measured, Row
 from sage_inductor.names import nearest
@@ -222,6 +221,7 @@ def _text(cell: page.Cell) -> str:
     return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
+@inputs_later
 def diagnose(
     model,
     *,
@@ -251,8 +251,9 @@ def diagnose(
 
     Returns a function of the model's arguments, which returns the Diagnosis.
 
-    Raises ValueError for unknown recipes, a tolerance that is not a positive number, or a model
-    that makes no attention call; OSError, before the model runs, if `path` cannot be written.
+    Raises ValueError for unknown recipes, a tolerance that is not between 0 and 1, or a model that
+    makes no attention call; TypeError for inputs beside the model; OSError, before the model runs,
+    if `path` cannot be written.
     """
     measuring = _measuring("diagnose", recipes, path, tolerance)
 
@@ -348,10 +349,14 @@ def _measuring(
         near = [one for each in named if each not in NAMED and (one := nearest(each, NAMED))]
         meant = f": did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"{name}: recipes must be of {tuple(NAMED)}, got {named}{meant}")
-    if not 0 < tolerance < math.inf:
-        raise ValueError(f"{name}: tolerance must be a positive number, got {tolerance}")
+    if not 0 < tolerance < 1:
+        raise ValueError(f"{name}: tolerance must be a fraction, as 0.05 for 5 %, got {tolerance}")
     if path is not None:
-        tables.check_file(path)
+        try:
+            tables.check_file(path)
+        except OSError as error:
+            text = f"{name}: path cannot be written: {error.strerror}"
+            raise type(error)(error.errno, text, os.fspath(path)) from None
 
     @contextlib.contextmanager
     def measuring() -> Iterator[tuple[Diagnosis, Callable]]:

@@ -13,6 +13,7 @@ from torch.export.graph_signature import TensorArgument
 from sage_inductor import stages
 from sage_inductor.choose.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
+from sage_inductor.ops.notes import NOTES
 from sage_inductor.ops.recipe import renewed
 from sage_inductor.ops.register import OPAQUE
 from sage_inductor.options import Options
@@ -65,7 +66,7 @@ def rewrite(
     record(sites, settings.policy)
     if settings.strict:
         raise_if_refused(sites)
-    return whole([("export", site) for site in sites], settings.policy)
+    return whole([("export", site) for site in sites], settings.policy, notes=[*NOTES.values()])
 
 
 @contextlib.contextmanager

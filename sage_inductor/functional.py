@@ -12,6 +12,7 @@ nothing else: `patterns.rewrite` makes of it what it would make of a model's, an
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
 
+import inspect
 import operator
 import typing
 from collections.abc import Callable
@@ -24,15 +25,15 @@ from torch import Tensor
 from sage_inductor import patterns, settings, stages
 from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import decide
-from sage_inductor.config import config
-from sage_inductor.names import AUTO, RecipeOption, check_recipe
+from sage_inductor.config import config, settings_in_force
+from sage_inductor.names import AUTO, RecipeOption, check_recipe, unknown
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.graph import as_float, as_int
 from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
-from sage_inductor.policy import Ruling
+from sage_inductor.policy import Ruling, stages_of
 from sage_inductor.report import raise_if_refused, record
 from sage_inductor.session import session
 
@@ -53,7 +54,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
-    *, recipe: RecipeOption = AUTO, return_lse: bool = False, dropout_p: float = 0.0,
+    *, recipe: RecipeOption = AUTO, return_lse: bool = False, dropout_p: float = 0.0, **foreign,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
     ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
@@ -83,27 +84,23 @@ def attention(
     nested tensors or an is_causal that is no bool, ValueError for a dropout_p that is not 0 and for
     dtypes, head_dims, lengths or heads that do not fit each other, and what SDPA raises.
     """
-    if dropout_p != 0.0:
-        raise ValueError(
-            f"sage_inductor.attention: dropout_p must be 0, got {dropout_p}: for dropout call "
-            "F.scaled_dot_product_attention"
-        )
-    # Dynamo asks for shapes, or the user does.
-    if type(q) is compat.FakeTensor and compat.proxy_mode() is None or q.device.type == "meta":
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        lse = (q, k, attn_mask, is_causal, scale)
-        return (out, torch.ops.sage.lse(*lse)) if return_lse else out
-    if not isinstance(is_causal, bool | torch.SymBool):  # SDPA's dropout_p is at its place
-        raise TypeError(
-            f"is_causal must be True or False, got {is_causal!r} (SDPA has dropout_p in its place: "
-            "give dropout_p by name)"
-        )
-    _check(q, k, v, enable_gqa)
-    options = _Options(is_causal, as_float(scale), enable_gqa, recipe, return_lse)
+    if foreign:
+        raise TypeError(_unexpected(foreign))
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
-    return _run_of(tensors, options).compute(*tensors)
+    options = is_causal, scale, enable_gqa, recipe, return_lse
+    key = _key(tensors, options) if dropout_p == 0.0 and type(is_causal) is bool else None
+    run = session().runs.get(key)
+    if run is None:
+        _check(tensors, *options[:3], dropout_p, return_lse)
+        # Dynamo asks for shapes, or the user does.
+        if type(q) is compat.FakeTensor and compat.proxy_mode() is None or q.device.type == "meta":
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            lse = (q, k, attn_mask, is_causal, scale)
+            return (out, torch.ops.sage.lse(*lse)) if return_lse else out
+        run = _run_of(tensors, options, key)
+    return run.compute(*tensors)
 
 
 def quantized(
@@ -112,95 +109,95 @@ def quantized(
 ) -> Tensor | None:  # fmt: skip
     """In eager, `attention`, or None where SDPA would compute it: for a caller that has something
     else for that case. module: the path by which the policy and the report know the call."""
-    _check(q, k, v, enable_gqa)
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
-    options = _Options(False, as_float(scale), enable_gqa, recipe, False)
-    run = _run_of(tensors, options, module)
+    options = False, scale, enable_gqa, recipe, False
+    key = _key(tensors, options, module)
+    run = session().runs.get(key)
+    if run is None:
+        _check(tensors, *options[:3])
+        run = _run_of(tensors, options, key, module)
     return run.compute(*tensors) if run.rewritten else None
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Raise ValueError for what SDPA would refuse in the words of the products that it makes."""
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (q, k, v))
-    if not plain or any(x.is_nested for x in (q, k, v)):
+def _check(
+    tensors: tuple, is_causal, scale, enable_gqa: bool, dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> None:  # fmt: skip
+    """Raise ValueError or TypeError for what SDPA would refuse in the words of the products that it
+    makes."""
+    q, k, v, attn_mask = (*tensors, None)[:4]
+    if dropout_p != 0.0:
+        raise _refused(
+            f"dropout_p must be 0, got {dropout_p}: for dropout call F.scaled_dot_product_attention"
+        )
+    if not all(isinstance(x, Tensor) for x in tensors):
+        got = ", ".join(type(x).__name__ for x in tensors)
+        raise _refused(f"q, k, v and attn_mask must be tensors, got {got}", TypeError)
+    if not isinstance(is_causal, bool | torch.SymBool):  # SDPA's dropout_p is at its place
+        what = f"is_causal must be True or False, got {is_causal!r}"
+        place = "SDPA has dropout_p in its place: give dropout_p by name"
+        raise _refused(f"{what} ({place})", TypeError)
+    if return_lse and compat.functorch.peek_interpreter_stack() is not None:
+        raise _refused("return_lse must be False inside a torch.func transform")
+    if isinstance(scale, Tensor):
+        raise _refused("scale must be a number, got a tensor: give scale.item()", TypeError)
+    if any(type(x) not in _PLAIN or x.is_nested or x.is_meta for x in tensors):
         return  # symbolic sizes would be guarded; nested tensors have a message of their own
     casts = torch.is_autocast_enabled(q.device.type)  # SDPA's inputs, to one dtype
     if len({x.dtype for x in (q, k, v)}) > 1 and not casts or not q.is_floating_point():
-        raise ValueError(
-            "sage_inductor.attention: q, k and v must have one floating dtype, got "
-            f"{q.dtype}, {k.dtype} and {v.dtype}"
-        )
+        got = f"{q.dtype}, {k.dtype} and {v.dtype}"
+        raise _refused(f"q, k and v must have one floating dtype, got {got}")
+    of_mask = torch.bool if attn_mask is None else attn_mask.dtype
+    if not (of_mask.is_floating_point or of_mask == torch.bool):
+        raise _refused(f"attn_mask must be bool or floating, got {of_mask}")
     if min(x.dim() for x in (q, k, v)) < 3:
         return
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            "sage_inductor.attention: q and k must have one head_dim, got "
-            f"{q.shape[-1]} and {k.shape[-1]}"
-        )
+        got = f"{q.shape[-1]} and {k.shape[-1]}"
+        raise _refused(f"q and k must have one head_dim, got {got}")
     if k.shape[-2] != v.shape[-2]:
-        raise ValueError(
-            "sage_inductor.attention: k and v must have one length, got "
-            f"{k.shape[-2]} and {v.shape[-2]}"
-        )
+        raise _refused(f"k and v must have one length, got {k.shape[-2]} and {v.shape[-2]}")
     H_q, H_kv = q.shape[-3], k.shape[-3]
     if q.dim() == 4 and not enable_gqa and H_q != H_kv and 1 not in (H_q, H_kv):
-        raise ValueError(
-            f"sage_inductor.attention: q has {H_q} heads and k {H_kv}: set enable_gqa=True"
-        )
+        raise _refused(f"q has {H_q} heads and k {H_kv}: set enable_gqa=True")
+    *_, N_q, N_kv = scores = [*q.shape[:-1], k.shape[-2]]
+    *_, rows, keys = (1, 1) if attn_mask is None else (1, 1, *attn_mask.shape)
+    if rows not in (1, N_q) or keys not in (1, N_kv):
+        raise _refused(f"attn_mask must broadcast to {scores}, got {list(attn_mask.shape)}")
+
+
+# What other libraries call an argument, and what it is here.
+_FOREIGN = {
+    "tensor_layout": "transpose q, k and v to [B, H, N, D]",
+    "sm_scale": "it is called scale",
+    "softmax_scale": "it is called scale",
+    "causal": "it is called is_causal",
+    "window_size": "give a mask of positions as attn_mask",
+}
+
+
+def _unexpected(foreign: dict) -> str:
+    """Of arguments that do not exist, all at once."""
+    hints = [f"{name!r}: {_FOREIGN.get(name) or unknown(name, _SIGNATURE.parameters, '')}"
+             for name in foreign]  # fmt: skip
+    what = "sage_inductor.attention() got an unexpected keyword argument "
+    return f"{what}{', '.join(hints)} (docs/guide/migration.md)"
+
+
+def _refused(what: str, kind: type = ValueError) -> Exception:
+    return kind(f"sage_inductor.attention: {what}")
 
 
 # Dynamo puts the call into its graph as it is; AOTAutograd and export trace what it does.
+_SIGNATURE = inspect.signature(attention)
+_SIGNATURE = _SIGNATURE.replace(parameters=list(_SIGNATURE.parameters.values())[:-1])
+attention.__signature__ = _SIGNATURE  # without `foreign`
 torch.compiler.allow_in_graph(attention)
 ENTRIES.add(attention)
 
 
-class _Kind(NamedTuple):
-    """What a decision may depend on, of one tensor."""
-
-    shape: tuple
-    stride: tuple | None
-    dtype: torch.dtype
-    device: torch.device
-    needs_grad: bool
-    reason: Reason | None  # why no recipe may compute with it
-
-    @classmethod
-    def of(cls, x: Tensor, grad: bool) -> "_Kind":
-        reason = None
-        if x.is_nested:
-            raise TypeError(
-                "sage_inductor.attention: q, k, v and attn_mask must not be nested tensors: "
-                "pad them (to_padded_tensor), or call scaled_dot_product_attention"
-            )
-        if compat.functorch.is_functorch_wrapped_tensor(x):
-            reason = reasons.IN_A_TRANSFORM()
-        elif type(x) not in _PLAIN or x.layout != torch.strided:
-            reason = reasons.SUBCLASS(type(x).__name__)
-        stride = None if reason else x.stride()
-        return cls(
-            tuple(map(as_int, x.shape)), stride, x.dtype, x.device, grad and x.requires_grad, reason
-        )
-
-    def stand_in(self) -> Tensor:
-        """A tensor of this kind; to be called where tensors are fake."""
-        if self.stride is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return x.requires_grad_(self.needs_grad)
-
-
 _TRACED = (compat.FakeTensor, compat.FunctionalTensor)
-_PLAIN = (Tensor, torch.nn.Parameter, *_TRACED)
-
-
-class _Options(NamedTuple):
-    """`attention`'s arguments but the tensors."""
-
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
-    recipe: str
-    return_lse: bool
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 class _Run(NamedTuple):
@@ -210,97 +207,106 @@ class _Run(NamedTuple):
     rewritten: bool  # whether a recipe computes it, and not SDPA
 
 
-def _run_of(tensors: tuple[Tensor, ...], options: _Options, module: str = "") -> _Run:
-    """What computes a call with these tensors, the decision taken."""
-    grad, device = torch.is_grad_enabled(), tensors[0].device.type
-    kinds = tuple(_Kind.of(x, grad) for x in tensors)
-    exporting = torch.compiler.is_exporting()
-    if exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED:
-        portable = exporting or compat.virtualized.aot_compilation is True
-        stage = stages.current() if portable else None
-        fake_mode = compat.detect_fake_mode(tensors)
-        return _decided(kinds, options, module, fake_mode, portable, stage)
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    given = tuple(map(_hashable, config.to_dict().values()))
-    kinds_of = _but_lengths(kinds) if _is_short(kinds) else kinds
-    stage = stages.current()
-    key = kinds_of, options, module, grad, autocast, given, families.flash_attention(), stage
-    runs = session().runs
-    run = runs.get(key)
-    if run is None:
-        if len(runs) >= MAX_KINDS:
-            runs.clear()
-        run = runs[key] = _decided(kinds, options, module, None, False, stage)
-    return run
-
-
-class _Same(NamedTuple):
-    """A function of the user's, which need not be hashable, in a key that keeps it alive."""
-
-    function: Callable
-
-    def __hash__(self) -> int:
-        return id(self.function)
-
-    def __eq__(self, other) -> bool:
-        return type(other) is _Same and self.function is other.function
-
-
-def _hashable(value):
-    return _Same(value) if callable(value) and value.__hash__ is None else value
-
-
 MAX_KINDS = 4096  # of calls that are remembered, some 10 KiB each
 
 
-def _is_short(kinds: tuple[_Kind, ...]) -> bool:
-    """Whether a call stays SDPA at its length and at any other as short, by every policy. Decoding
-    makes a call of another length for each token, and deciding takes 3 ms."""
-    lengths = (kind.shape[-2] for kind in kinds[:2] if len(kind.shape) > 1)
-    trains = any(kind.needs_grad for kind in kinds)
+def _key(tensors: tuple, options: tuple, module: str = "") -> tuple | None:
+    """All that decides on a call of plain tensors in eager; None: the decision is not kept. Most
+    eager calls need nothing else of ours, so this is one flat function."""
+    if not _PLAIN.issuperset(map(type, tensors)):
+        return None
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return None
+    grad, trains, kinds = torch.is_grad_enabled(), False, []
+    for x in tensors:
+        if x.is_nested or x.is_meta or x.layout is not torch.strided:
+            return None
+        needs_grad = grad and x.requires_grad
+        trains |= needs_grad
+        kinds += x.shape, x.stride(), x.dtype, x.device, needs_grad
+    q, k, v = kinds[0], kinds[5], kinds[10]
+    device = kinds[3].type
+    # Decoding makes a call of another length for each token, and deciding takes 3 ms. So lengths
+    # are left out where every policy leaves a call to SDPA at any length as short.
+    short = len(q) > 2 < len(k) and min(q[-2], k[-2]) < cost.SHORTEST
+    if short and len(v) > 2 and not (trains or config.emulate or config.force):
+        kinds[:2] = q[:-2], q[-1]
+        kinds[5:7] = k[:-2], k[-1]
+        kinds[10:12] = v[:-2], v[-1], k[-2] == v[-2]
+        if len(tensors) > 3:
+            mask = (1, 1, *tensors[3].shape)
+            kinds[16:18] = mask[:-2], mask[-1] in (1, k[-2]), mask[-2] in (1, q[-2])
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    transformed = compat.functorch.peek_interpreter_stack() is not None
     return (
-        not (config.emulate or config.force or trains) and min(lengths, default=0) < cost.SHORTEST
-    )
+        *kinds, *options, module, grad, autocast, transformed, *settings_in_force(),
+        families.flash_attention(), stages.current(),
+    )  # fmt: skip
 
 
-def _but_lengths(kinds: tuple[_Kind, ...]) -> tuple:
-    shapes = (kind.shape[:-2] + (kind.shape[-1:] if i < 3 else ()) for i, kind in enumerate(kinds))
-    return tuple(k._replace(shape=s, stride=None) for k, s in zip(kinds, shapes, strict=True))
-
-
-def _decided(
-    kinds, options: _Options, module, fake_mode, portable: bool, stage: str | None
-) -> _Run:
-    """What computes the call; its site goes to the report."""
-    check_recipe("sage_inductor.attention: recipe", options.recipe)
+def _run_of(tensors: tuple, options: tuple, key: tuple | None, module: str = "") -> _Run:
+    """What computes a call with these tensors, the decision taken; its site goes to the report."""
+    check_recipe("sage_inductor.attention: recipe", options[3])
+    exporting = torch.compiler.is_exporting()
+    traced = exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED
+    portable = exporting or traced and compat.virtualized.aot_compilation is True
+    stage = None if traced and not portable else stages.current()
     wanted = settings.resolve({}, portable=portable, stage=stage)
+    stages.warn_if_misspelled(stage, stages_of(wanted.policy))
+    reason = next(filter(None, map(_why_not, tensors)), None)
+    grad, fake_mode = torch.is_grad_enabled(), compat.detect_fake_mode(tensors) if traced else None
+
+    def stand_in(x: Tensor) -> Tensor:
+        given = dict(dtype=x.dtype, device=x.device)
+        shape = tuple(map(as_int, x.shape))
+        if reason:
+            return torch.empty(shape, **given)
+        made = torch.empty_strided(shape, x.stride(), **given)
+        return made.requires_grad_(grad and x.requires_grad)
+
+    def decision(call: Call) -> Decision:
+        return Decision(None, reason) if reason else decide(call, wanted)
+
     with compat.disable_modes():
-        gm = _graph_of(kinds, options, module, fake_mode)
-        reason = next((kind.reason for kind in kinds if kind.reason), None)
-
-        def decision(call: Call) -> Decision:
-            return Decision(None, reason) if reason else decide(call, wanted)
-
+        with fake_mode or compat.FakeTensorMode():
+            values = [stand_in(x) for x in tensors]
+            gm = _graph_of(values, (options[0], as_float(options[1]), *options[2:]), module)
         sites = patterns.rewrite(gm, decision, portable)
     _record(sites, wanted.policy)
     if wanted.strict:
         raise_if_refused(sites)
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
         node.meta.clear()
-    return _Run(gm.forward, any(site.rewritten for site in sites))
+    run, runs = _Run(gm.forward, any(site.rewritten for site in sites)), session().runs
+    if key is not None:
+        if len(runs) >= MAX_KINDS:
+            runs.clear()
+        runs[key] = run
+    return run
 
 
-def _graph_of(kinds, options: _Options, module: str, fake_mode) -> torch.fx.GraphModule:
-    """The call alone, as if `module` made it, its inputs stand-ins of these kinds."""
+def _why_not(x: Tensor) -> Reason | None:
+    """Why no recipe may compute with a tensor. Raises TypeError for a nested one."""
+    if x.is_nested:
+        raise _refused(
+            "q, k, v and attn_mask must not be nested tensors: pad them (to_padded_tensor), or "
+            "call scaled_dot_product_attention", TypeError,
+        )  # fmt: skip
+    if compat.functorch.peek_interpreter_stack() is not None:
+        return reasons.IN_A_TRANSFORM()
+    plain = type(x) in (*_PLAIN, *_TRACED) and x.layout == torch.strided
+    return None if plain else reasons.SUBCLASS(type(x).__name__)
+
+
+def _graph_of(values: list[Tensor], options: tuple, module: str) -> torch.fx.GraphModule:
+    """The call alone, of fake tensors, as if `module` made it."""
     is_causal, scale, enable_gqa, recipe, return_lse = options
     graph = torch.fx.Graph()
-    with fake_mode or compat.FakeTensorMode():
-        values = [kind.stand_in() for kind in kinds]
-        q, k, v, attn_mask = (*values, None)[:4]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        lse = torch.ops.sage.lse(q, k, attn_mask, is_causal, scale) if return_lse else None
+    q, k, v, attn_mask = (*values, None)[:4]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    lse = torch.ops.sage.lse(q, k, attn_mask, is_causal, scale) if return_lse else None
     nodes = [graph.placeholder(name) for name, _ in zip("qkvm", values, strict=False)]
     q, k, v, attn_mask = (*nodes, None)[:4]
     call = graph.call_function(

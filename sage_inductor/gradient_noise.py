@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_inductor.backend import awaiting, op_by_op
+from sage_inductor.backend import awaiting, inputs_later, op_by_op
 from sage_inductor.choose.decide import decide
 from sage_inductor.measure import MAX_SCORES, SDPA, CallProgress, badness
 from sage_inductor.names import todays_training
@@ -126,6 +126,7 @@ def _sizes(row: GradientRow) -> tuple[str, ...]:
     return str(list(site.q)), str(list(site.k)), site.dtype, site.mask
 
 
+@inputs_later
 def diagnose_training(
     model: nn.Module, *, loss: Callable[..., Tensor], recipes: str | Sequence[str] | None = None
 ) -> Callable[..., TrainingDiagnosis]:

@@ -27,7 +27,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -164,7 +164,9 @@ class Policy:
             line = error.object.count(b"\n", 0, error.start) + 1
             raise ValueError(f"{path}:{line}: must be UTF-8, got {error.reason}") from None
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+            comma = error.doc[: error.pos + 1].rstrip("]} \n").endswith(",")
+            hint = " (a comma before the end?)" * comma
+            raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}{hint}") from None
         try:
             rules = _rules(whole)
         except _Invalid as error:
@@ -206,17 +208,25 @@ def stages_of(ruling: "Ruling") -> tuple[str, ...]:
     return tuple(dict.fromkeys(rule.stage for rule in ruling if rule.stage is not None))
 
 
-def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
-    """A line for each rule that names modules and fits none of those that make attention calls."""
-    lines, seen = [], sorted(set(modules))
-    calls = (
+def unmatched(rules: tuple[Rule, ...], calls: Collection[tuple[str, str]]) -> list[str]:
+    """A line for each rule that names modules and fits none of those that make attention calls, and
+    one for the graphs in which no call has a path. calls: the graph and the module of each."""
+    lines, seen = [], sorted({module for _, module in calls})
+    without = sorted({graph for graph, _ in calls} - {graph for graph, module in calls if module})
+    callers = (
         "attention is called by " + ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
     )
     for number, rule in enumerate(rules, 1):
         if seen and not any(map(rule.fits_module, seen)):
             where = {name: x for name, x in _given(rule).items() if name in ("module", "layer")}
             what = f"rule {number} of the policy fits no module so far: {json.dumps(where)}"
-            lines.append(f"{what}; {calls}")
+            lines.append(f"{what}; {callers}")
+    if without and not all(rule.fits_module("") for rule in rules):
+        graphs = ", ".join(without[:4]) + ", ..." * (len(without) > 4)
+        lines.append(
+            f"no call of graph {graphs} has a module's path: rules that name modules or layers "
+            "cannot fit these calls, rules by head_dim, length or stage can"
+        )
     return lines
 
 
@@ -235,6 +245,8 @@ def ruling(given) -> Ruling:
     """What ``sage.policy`` may be given, ready to be asked. Raises ValueError."""
     if given is None or given == "":
         return ()
+    if given in (names.AUTO, names.OFF, *ALIASES, *NAMED) and not os.path.exists(given):
+        raise ValueError(f"must be a path of rules, got {given!r}, a recipe: did you mean recipe?")
     if isinstance(given, (str, os.PathLike)):
         return _of_file(os.path.abspath(given))
     if isinstance(given, Policy):

@@ -8,7 +8,6 @@ import atexit
 import collections
 import datetime
 import itertools
-import json
 import logging
 import os
 import re
@@ -23,10 +22,11 @@ from sage_inductor.choose.families import versions
 from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, counters
 from sage_inductor.ops.notes import NOTES
-from sage_inductor.patterns import Site, reasons
+from sage_inductor.patterns import Site
 from sage_inductor.patterns.reasons import Cause, Reason
 from sage_inductor.policy import Ruling, stages_of, unmatched
 from sage_inductor.session import session
+from sage_inductor.stages import unnamed
 
 log = logging.getLogger("sage_inductor")
 
@@ -123,7 +123,7 @@ class Report(Sequence):
                 "keep": site.decision.selection and site.decision.selection.given(),
                 **dict(zip(("ms", "sdpa_ms"), site.decision.times or (None, None), strict=True)),
                 "reason": site.reason,
-                "remedy": None if site.rewritten else reasons.of(site.reason).cause.remedy,
+                "remedy": None if site.rewritten else site.why.cause.remedy,
             }
             for graph, site in self._sites
         ]
@@ -205,8 +205,7 @@ def _kinds(sites: Iterable[Site]) -> list[tuple[Reason, int]]:
     """Of calls that stay: the first reason of each kind, and how many calls it has."""
     kinds = collections.defaultdict(list)
     for site in sites:
-        reason = reasons.of(site.reason)
-        kinds[reason.kind].append(reason)
+        kinds[site.why.kind].append(site.why)
     return [(each[0], len(each)) for each in kinds.values()]
 
 
@@ -233,8 +232,7 @@ def _module(site: Site) -> str:
 def folded(site: Site) -> page.Cell:
     if site.rewritten:
         return site.reason
-    reason = reasons.of(site.reason)
-    return page.Folded(reason.short, f"{reason}. What to do: {reason.cause.remedy}.")
+    return page.Folded(site.why.short, f"{site.why}. What to do: {site.why.cause.remedy}.")
 
 
 def remedies(sites: Iterable[Site]) -> list[str]:
@@ -368,10 +366,10 @@ def report() -> Report:
     """
     now = session()
     with _lock:
-        notes = [line for each in now.modules.items() for line in unmatched(*each)]
+        notes = [line for each in now.calls.items() for line in unmatched(*each)]
         known = set(itertools.chain(*map(stages_of, now.policies)))
         unknown = sorted(now.stages - known) if now.sites else []
-        notes += [f"stage {json.dumps(name)} is named by no rule of a policy" for name in unknown]
+        notes += [unnamed(name, known) for name in unknown]
         notes += [note for each in more_notes for note in each()]
         notes += NOTES.values()
         return Report(now.sites, [*notes, *now.seen.left_to_eager()], now.seen.why_without())
@@ -404,7 +402,7 @@ def record(sites: list[Site], policy: Ruling = (), graph_break: bool = False) ->
         if sites and policy not in now.policies:
             now.policies.append(policy)
         if sites and isinstance(policy, tuple):
-            now.modules.setdefault(policy, set()).update(site.module for site in sites)
+            now.calls.setdefault(policy, set()).update((graph, site.module) for site in sites)
     for site in sites:
         counters["sage"]["rewritten" if site.rewritten else "refused"] += 1
         what = f"becomes {site.recipe}" if site.rewritten else "stays as it was"
@@ -420,7 +418,7 @@ def _warn_if_all_stay() -> None:
         return
     causes = collections.defaultdict(list)
     for site in not_requested(found):
-        causes[reasons.of(site.reason).cause].append(site)
+        causes[site.why.cause].append(site)
     for cause, sites in causes.items():
         with _lock:
             known = cause in _warned_of
@@ -430,7 +428,7 @@ def _warn_if_all_stay() -> None:
 
 
 def _warning(sites: list[Site], total: int) -> str:
-    reason = reasons.of(sites[0].reason)
+    reason = sites[0].why
     some = "" if len(sites) == total else f" ({number_of(len(sites), 'call')})"
     return (
         f"sage_inductor: 0 of {total} attention calls use sage on {_device_name(sites[0])}: "
@@ -446,16 +444,16 @@ def _device_name(site: Site) -> str:
 
 def not_requested(sites: Iterable[Site]) -> list[Site]:
     """The calls that stay as they were, but for those that the user himself switched off."""
-    return [s for s in sites if not s.rewritten and not reasons.of(s.reason).cause.requested]
+    return [s for s in sites if not s.rewritten and not s.why.cause.requested]
 
 
 def whole(
     sites: list[tuple[str, Site]], policy: Ruling, without: str = "", notes: Sequence[str] = ()
 ) -> Report:
     """The complete report of a model, whose graphs were all seen: it warns at once of a rule that
-    fits no call. without: why there are no sites."""
-    modules = [site.module for _, site in sites]
-    unused = unmatched(policy, modules) if isinstance(policy, tuple) else []
+    fits no call, and of calls without a path that a rule names. without: why there are no sites."""
+    calls = [(graph, site.module) for graph, site in sites]
+    unused = unmatched(policy, calls) if isinstance(policy, tuple) else []
     for line in unused:
         log.warning("%s", line)
     return Report(sites, [*unused, *notes], without)
@@ -469,4 +467,6 @@ def raise_if_refused(sites: list[Site]) -> None:
             f"{where}{f' x{len(of)}' if len(of) > 1 else ''}: {of[0].reason}"
             for where, of in groups
         )
-        raise SageRefused(f"sage.strict: {len(refused)} attention calls stay as they were: {calls}")
+        were = "stays as it was" if len(refused) == 1 else "stay as they were"
+        total = number_of(len(refused), "attention call")
+        raise SageRefused(f"sage.strict: {total} {were}: {calls}")

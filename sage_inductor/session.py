@@ -76,7 +76,7 @@ def _dynamo_is_there() -> bool:
 class Session:
     def __init__(self):
         self.sites = []  # (graph, site), of report.py
-        self.policies, self.modules = [], {}  # and the modules that call attention, by the rules
+        self.policies, self.calls = [], {}  # and, by the rules, (graph, module) of each call
         self.rules_of_files = {}  # of policy.py: what a file said first
         self.seen = Seen()
         self.stages: set[str] = set()  # that were in force

@@ -12,10 +12,13 @@ from stage to stage compiles nothing. Which one runs is looked up when the graph
 
 import contextlib
 import contextvars
+import functools
+import json
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from sage_inductor.names import nearest
 from sage_inductor.session import session
 
 _log = logging.getLogger("sage_inductor")
@@ -50,6 +53,20 @@ def _begin(what: str | tuple | None) -> contextvars.Token:
     return token
 
 
+def unnamed(stage: str, named: Iterable[str]) -> str:
+    """What to say of a stage that no rule names."""
+    near = nearest(stage, named)
+    meant = f": did you mean {json.dumps(near)}?" if near else ""
+    return f"stage {json.dumps(stage)} is named by no rule of a policy{meant}"
+
+
+@functools.cache
+def warn_if_misspelled(stage: str | None, named: tuple[str, ...]) -> None:
+    """Warn, once, of a stage that is spelled almost as one that a policy names."""
+    if stage is not None and stage not in named and nearest(stage, named):
+        _log.warning("%s", unnamed(stage, named))
+
+
 @contextlib.contextmanager
 def stage(name: str | None) -> Iterator[None]:
     """Calls inside the ``with`` block run in this stage, in this thread or task; None: in no stage.
@@ -69,10 +86,14 @@ def stage(name: str | None) -> Iterator[None]:
 
 def by_stage(variants: dict[str | None, Callable]) -> Callable:
     """A function that calls the variant of the stage in force, or that of None."""
-    default, get = variants[None], variants.get
+    default = variants[None]
+    named = tuple(filter(None, variants))
 
     def run(*args):
-        return get(current(), default)(*args)
+        stage = current()
+        if stage not in variants:
+            warn_if_misspelled(stage, named)
+        return variants.get(stage, default)(*args)
 
     return run
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_inductor.ops.attention.large_scores import shift_of
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention.visible_tiles import heads_of, hide, tiles_in_sight
 from sage_inductor.ops.attention_call import AttentionCall
@@ -140,7 +141,7 @@ def _attention_kernel(
                 )  # fmt: skip
 
             # -- softmax: maximum of the tile, running maximum and sum ----
-            m_tile = tl.max(x, 1)
+            m_tile = shift_of(tl.max(x, 1), _LOG2_FP4_MAX)
             m_new = tl.maximum(m, m_tile)
             # A row that has seen nothing has no maximum: x - m would be NaN.
             shift_tile, shift = m_tile, m_new
@@ -148,7 +149,7 @@ def _attention_kernel(
                 shift_tile = tl.where(m_tile == -float("inf"), 0.0, m_tile)
                 if MAY_BE_EMPTY:
                     shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-            p = tl.exp2(x - (shift_tile - _LOG2_FP4_MAX)[:, None])
+            p = tl.exp2(x - shift_tile[:, None])
             s1 = tl.exp2(m_tile - shift)
             alpha = tl.exp2(m - shift)
             l = l * alpha + s1 * tl.sum(p, 1)
@@ -172,7 +173,7 @@ def _attention_kernel(
     out = Out + b * stride_ob + h * stride_oh
     out = out + rows.to(tl.int64)[:, None] * stride_on + dv[None, :]
     tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
-    lse = (m - _LOG2_FP4_MAX + tl.log2(l)) * _LN2
+    lse = (m + tl.log2(l)) * _LN2
     tl.store(Lse + head * N_q + rows, lse, mask=rows < N_q)
 
 

@@ -6,6 +6,7 @@ which of the kernels behind the opaque op runs also depends on strides and addre
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -96,7 +97,16 @@ def run_opaque(
     of_hopper = hopper_tile(a, device)
     if of_hopper is not None:
         return _hopper().launch(a, of_hopper, run, device)
+    mask = None if a.attn_mask is None else a.attn_mask.dtype
+    lost = tiles.hopper_unavailable(gpus.capability(device or a.q.device))
+    if lost and tiles.suits_hopper(a.decoded, a.head_dim, mask):
+        _warn_once(lost)
     return triton.launch(a, tile, run, tma=True, maxnreg=tile.maxnreg)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("sage_inductor").warning(message)
 
 
 def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | None:

@@ -7,7 +7,6 @@ Every row names the GPU and the day that measured it (`python bench/attention.py
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 import sys
 from typing import NamedTuple
@@ -213,13 +212,11 @@ def _unavailable(version: str) -> str | None:
     known = GLUON[0] <= tuple(map(int, version.split(".")[:2])) <= GLUON[1]
     if known and None not in (gluon, gluon_barrier, reinterpret, tma_load, GluonDescriptor):
         return None
-    reason = (
+    return (
         f"the Hopper kernel is tested with Triton {GLUON_VERSIONS}, not {version}: calls run"
         " in the portable kernel, about as fast as cuDNN. Install one of those, or a"
         " sage_inductor that is tested with yours"
     )
-    logging.getLogger("sage_inductor").warning(reason)
-    return reason
 
 
 def suits_hopper(recipe, head_dim: int, mask: torch.dtype | None) -> bool:

@@ -21,7 +21,7 @@
   are not read: `Seen` (Visibility.tile_summary) tells from where to where a tile of queries reads.
 * Lists of blocks take the place of "from where to where": a tile of queries reads the tiles of keys
   that its block's two lists name, first the full blocks, which no band cuts, then the partial ones.
-* A row that sees nothing is 0, its lse -inf.
+* A row that sees nothing is 0, its lse -inf. large_scores.py says what is taken off large scores.
 * p's columns are reordered inside a thread (`reference.quantize.interleave`) instead of exchanged
   between threads; v_fp8 is stored in that order.
 
@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_inductor.ops.attention.large_scores import flatness, shift_of
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention.visible_tiles import (
     heads_of,
@@ -102,6 +103,7 @@ def _attention_kernel(
     stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
     INT4: tl.constexpr = QK_MAX == _INT4_MAX
     LISTED: tl.constexpr = BLOCK_KV > 0
+    BIASED: tl.constexpr = INT4 or (MASK > 0 and ADDITIVE)  # large_scores.py
     # Rows that see no key:
     MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT or LISTED
     OF_ALL: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
@@ -232,20 +234,18 @@ def _attention_kernel(
                     delta = delta[None, :].broadcast_to([BLOCK_M, BLOCK_N]).reshape(s.shape)
 
                 # -- softmax: running maximum and sum ----
+                x = s.to(tl.float32) * c5
+                if INT4:
+                    x += delta
                 if masked:
-                    x = s.to(tl.float32) * c5
-                    if INT4:
-                        x += delta
                     here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
                     x = hide(
                         x, here, rows, rows - row0 + diagonal, j * BLOCK_N + n, N_q, N_kv,
                         -1 if part == 1 else LEFT, -1 if part == 1 else RIGHT, MASK, ADDITIVE,
                     )  # fmt: skip
-                    m_new = tl.maximum(m, tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1))
+                    highest = tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1)
                 else:
-                    x = s.to(tl.float32) * c5
                     if INT4:
-                        x += delta
                         highest = tl.max(tl.max(x, 4), 2)
                     elif GROUPS == 4:
                         highest = tl.max(tl.max(s, 4), 2).to(tl.float32) * c
@@ -253,19 +253,29 @@ def _attention_kernel(
                         highest = (
                             tl.max(tl.max(tl.max(s, 4), 2), 2, keep_dims=True).to(tl.float32) * c
                         )
-                    m_new = tl.maximum(m, tl.max(tl.max(highest, 2), 1))
+                    highest = tl.max(tl.max(highest, 2), 1)
                     if LISTED:
                         if (j + 1) * BLOCK_N > N_kv:  # the tail
                             x = hide(
                                 x, mask_ptrs, rows, rows, j * BLOCK_N + n, N_q, N_kv, -1, -1, 0,
                                 False,
                             )  # fmt: skip
-                            m_new = tl.maximum(m, tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1))
+                            highest = tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1)
+                m_new = tl.maximum(m, shift_of(highest, offset) if BIASED else highest)
                 # A row that has seen nothing yet has no maximum: x - m would be NaN.
                 shift = m_new
                 if (masked or LISTED) and MAY_BE_EMPTY:
                     shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-                p = tl.exp2(x - (shift - offset)[:, None, None, None, None])
+                if BIASED or not FP8:
+                    p = tl.exp2(x - shift[:, None, None, None, None])
+                else:
+                    flat = flatness(shift)
+                    below = (shift * flat - offset)[:, None, None, None, None]
+                    if masked or LISTED:
+                        p = tl.exp2(x * flat[:, None, None, None, None] - below)
+                    else:  # by an fma
+                        c5 = (c * flat[:, None, None])[:, :, None, :, None]
+                        p = tl.exp2(s.to(tl.float32) * c5 - below)
                 p = p.reshape([BLOCK_M, BLOCK_N])
                 alpha = tl.exp2(m - shift)
                 l = l * alpha + tl.sum(p, 1)
@@ -312,7 +322,7 @@ def _attention_kernel(
     out = Out + b * stride_ob + h * stride_oh
     out = out + rows.to(tl.int64)[:, None] * stride_on + dv[None, :]
     tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
-    lse = (m - offset + tl.log2(l)) * _LN2
+    lse = ((m if BIASED else m - offset) + tl.log2(l)) * _LN2
     tl.store(Lse + head * N_q + rows, lse, mask=rows < N_q)
 
 

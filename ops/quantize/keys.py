@@ -6,6 +6,8 @@
 Where the recipe rotates, (k - k_mean) / 2 is rounded to 16 bits and rotated before (rotate.py).
 
 k_mean is smooth.py's: of all rows, or estimated from a sample of them; any is exact.
+Rows that do not count saturate. Where a group has no other they have a scale of their own: a row of
+nothing but fp16's lowest number sees them, and fp32 holds their scores beside it.
 Shapes and layouts are those of ops/reference/quantize.py, to which all is bit-equal.
 """
 
@@ -26,6 +28,16 @@ from sage_inductor.ops.recipe import Recipe
 _INT4_MAX = tl.constexpr(QK["int4"].largest)
 _FP8_MAX = tl.constexpr(E4M3_MAX)
 _TINY = tl.constexpr(TINY)
+_INF_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _of_groups(amax, GROUPS: tl.constexpr):
+    """amax [K_BLOCK] of rows -> [GROUPS]."""
+    if GROUPS == 4:
+        return tl.max(tl.max(amax.reshape([amax.shape[0] // 8, 4, 2]), 2), 0)
+    else:
+        return tl.max(amax, 0, keep_dims=True)
 
 
 @triton.jit
@@ -47,22 +59,21 @@ def quantize_k_block(
     if ROTATED:
         x = rotate(in_16_bits(0.5 * x, K), K_BLOCK, BLOCK_D)
 
-    amax = tl.max(abs_bits(x), 1)  # [K_BLOCK]
+    of_row = tl.max(abs_bits(x), 1)  # [K_BLOCK]
+    amax = _of_groups(of_row, GROUPS)
     if MASK:
-        amax = tl.where(tl.load(visible + n, mask=n < N, other=0) != 0, amax, 0)
+        shown = tl.load(visible + n, mask=n < N, other=0) != 0
+        of_hidden = _of_groups(tl.where(of_row < _INF_BITS, of_row, 0), GROUPS)
+        amax = _of_groups(tl.where(shown, of_row, 0), GROUPS)
+        amax = tl.where(amax == 0, of_hidden, amax)
     group = head * blocks + block
+    inverse, scale = scale_of(amax, QK_MAX)
+    tl.store(K_scale + group * GROUPS + tl.arange(0, GROUPS), scale)
     if GROUPS == 4:
-        amax = tl.max(tl.max(amax.reshape([K_BLOCK // 8, 4, 2]), 2), 0)  # [4]
-        inverse, scale = scale_of(amax, QK_MAX)
-        tl.store(K_scale + group * 4 + tl.arange(0, 4), scale)
         amax = amax.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
         amax = amax.reshape([K_BLOCK])
         inverse = inverse.expand_dims(1).expand_dims(0).broadcast_to([K_BLOCK // 8, 4, 2])
         inverse = inverse.reshape([K_BLOCK])
-    else:
-        amax = tl.max(amax, 0, keep_dims=True)  # [1]
-        inverse, scale = scale_of(amax, QK_MAX)
-        tl.store(K_scale + group + tl.arange(0, 1), scale)
     if MASK:
         amax = amax.to(tl.float32, bitcast=True)
         x = saturate(x, tl.where(amax < _TINY, _TINY, amax)[:, None])
@@ -123,7 +134,7 @@ def launch_k(
     run: Callable = launch_traced, pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> codes, k_scale: Prepared's. visible: as
-    in `smooth`; the other rows have no part in the scales and saturate."""
+    in `smooth`; the other rows have no part in scales that they share with visible ones."""
     B, H, N, D = k.shape
     D = int(D)  # a tile needs a number
     codes, k_scale = empty_k(k, recipe)

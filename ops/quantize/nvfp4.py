@@ -22,13 +22,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.formats import FP4_BLOCK, PAD_N, pad_head_dim, pad_rows
+from sage_inductor.ops.formats import (
+    FP4_BLOCK,
+    OF_HIDDEN,
+    OF_HIDDEN_FP4,
+    PAD_N,
+    pad_head_dim,
+    pad_rows,
+)
 from sage_inductor.ops.launch import doubled, launch_traced
 from sage_inductor.ops.quantize.codes import abs_bits, saturate
 
 _BLOCK = tl.constexpr(FP4_BLOCK)
 _INF_BITS = tl.constexpr(0x7F800000)
 _NAN_E4M3 = tl.constexpr(0x7F)
+_OF_AMAX = tl.constexpr(OF_HIDDEN_FP4 / OF_HIDDEN)  # where rows saturate that do not count
 ROWS = 64  # of k or v that one program quantizes
 
 
@@ -149,7 +157,7 @@ def _quantize_kernel(
     amax = tl.load(Amax + head * D + d, mask=d < D, other=0.0)
     x = x.to(tl.float32) - mean[None, :]
     if SATURATE:
-        x = saturate(x, amax[None, :])
+        x = saturate(x, amax[None, :] * _OF_AMAX)
     x = tl.where(mask, x, 0.0)
     if ALONG_N:
         inverse, scale = power_of_two(abs_bits(amax))

@@ -33,12 +33,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
-from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, Q_BLOCK, SAMPLE, pad_rows
+from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, OF_HIDDEN, Q_BLOCK, SAMPLE, pad_rows
 from sage_inductor.ops.launch import doubled, launch_traced, pdl_option, visible_argument
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
 _HEADROOM = tl.constexpr(HEADROOM)
+_OF_HIDDEN = tl.constexpr(OF_HIDDEN)
 CHUNK, BLOCK_N, NUM_WARPS = 256, 8, 2  # H200, 2026-11-21: 1.3x of the bytes' floor at 8K
 BLOCK_C, CHANNELS = 64, 32  # of the chunks: few heads are many programs, few rounds of loads
 
@@ -133,7 +134,8 @@ def _final_kernel(
     noise = mean * mean * count <= deviation * deviation * _NO_SHIFT
     mean = tl.where(noise & (head // heads >= KEEP), 0.0, mean)
     amax = tl.maximum(top - mean, mean - bottom, tl.PropagateNan.ALL)
-    amax = tl.where(count > 0, amax, 0.0)
+    if MASK:
+        amax = tl.where(count > 0, amax * _OF_HIDDEN, 0.0)
     tl.store(Mean + head * D + d, mean, mask=d < D)
     tl.store(Amax + head * D + d, amax, mask=d < D)
 
@@ -142,8 +144,8 @@ def launch_smooth(
     xs: list[Tensor], visible: Tensor | None, keep: int = 1, run: Callable = launch_traced
 ) -> tuple[Tensor, Tensor]:
     """One or two x [B, H, N, D] of one shape, any strides -> mean, amax, each [len(xs), B, H, D] in
-    fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. The first `keep`
-    keep a mean that is noise."""
+    fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. With
+    `visible`, amax is OF_HIDDEN times theirs. The first `keep` keep a mean that is noise."""
     x0, x1, count = xs[0], xs[-1], len(xs)
     B, H, N, D = x0.shape
     D = int(D)  # a tile needs a number
@@ -224,7 +226,8 @@ def _estimate_kernel(
     away = tl.abs(x - mean[None, :])
     away = tl.where(mask & (away < float("inf")), away, 0.0)
     tl.store(mean_out + head * channels + d, mean, mask=d < channels)
-    tl.store(amax_out + head * channels + d, tl.max(away, 0) * _HEADROOM, mask=d < channels)
+    amax = tl.max(away, 0) * (_OF_HIDDEN if MASK else _HEADROOM)
+    tl.store(amax_out + head * channels + d, amax, mask=d < channels)
     if tl.program_id(1) == 0:
         tl.store(Beyond + head, 0)
 

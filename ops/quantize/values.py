@@ -5,6 +5,8 @@
 v_mean and v_amax are smooth.py's: of all rows, or estimated from a sample of them. Any mean is
 exact, but a scale that is too small is not: with an estimated v_amax, blocks look for rows beyond
 it, and `quantize_v_again_kernel` does the heads that have any again, with the amax of all rows.
+Rows that do not count saturate, at OF_HIDDEN times the amax of those that do: a power of two, by
+which no significant bit of these is lost.
 Shapes and layouts are those of ops/reference/quantize.py, to which all is bit-equal.
 """
 
@@ -14,13 +16,22 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_wait
-from sage_inductor.ops.formats import E4M3_MAX, PAD_N, TINY, Format, pad_head_dim, pad_rows
+from sage_inductor.ops.formats import (
+    E4M3_MAX,
+    OF_HIDDEN,
+    PAD_N,
+    TINY,
+    Format,
+    pad_head_dim,
+    pad_rows,
+)
 from sage_inductor.ops.launch import doubled, launch_traced
 from sage_inductor.ops.quantize.codes import abs_bits, saturate
 from sage_inductor.ops.recipe import Recipe
 
 _FP8_MAX = tl.constexpr(E4M3_MAX)
 _TINY = tl.constexpr(TINY)
+_OF_HIDDEN = tl.constexpr(OF_HIDDEN)
 
 
 @triton.jit
@@ -107,7 +118,7 @@ def quantize_v_again_kernel(
             if MASK:
                 mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
             bits = tl.maximum(bits, tl.max(tl.where(mask, abs_bits(x - mean[None, :]), 0), 0))
-        amax = bits.to(tl.float32, bitcast=True)
+        amax = bits.to(tl.float32, bitcast=True) * (_OF_HIDDEN if MASK else 1.0)
         amax = tl.where(amax < _TINY, _TINY, amax)
         tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
         for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK
 from sage_inductor.ops.reference.exact import masked
@@ -68,10 +69,13 @@ def attention(
 
     # The running maximum at the end of a tile decides how the tile's p is rounded; what later
     # tiles do to the accumulator is an exact rescaling. A row that has seen nothing has no maximum.
+    biased = a.delta is not None or (a.attn_mask is not None and a.attn_mask.dtype != torch.bool)
     tile_end = (n // block_n * block_n + block_n - 1).clamp(max=n.shape[0] - 1)
     m = x.cummax(-1).values[..., tile_end]  # [B, H_q, N_q, N_pad]
+    m = shift_of(m, offset) if biased else m
     m = torch.where(m == -math.inf, 0.0, m)
-    p = torch.exp2(x - (m - offset))
+    flat = 1.0 if biased or not offset else flatness(m)
+    p = torch.exp2(x * flat - (m * flat - (0.0 if biased else offset)))
     m_last = m[..., -1:]
     rescale = torch.where(p > 0, torch.exp2(m - m_last), 0.0)
     l = (p * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]
@@ -92,8 +96,21 @@ def attention(
         if a.blocks.size is not None:
             v = torch.where(listed_keys(a.blocks, n_kv)[..., None] > 0, v, 0.0)
         o = p[..., :n_kv] @ v * inverse
-    lse = (m_last + l.log2())[..., 0] / LOG2E - math.log(pv.largest)
+    lse = (m_last - (0.0 if biased else offset) + l.log2())[..., 0] / LOG2E
     return o.to(q.dtype), lse
+
+
+def flatness(m: Tensor) -> Tensor:
+    """large_scores.py's."""
+    bits = m.abs().clamp(min=formats.LARGE).view(torch.int32)
+    return (formats.ONE_BITS - (bits - formats.LARGE_BITS)).view(torch.float32)
+
+
+def shift_of(m: Tensor, offset: float) -> Tensor:
+    """large_scores.py's."""
+    of_large = formats.OFFSET_OF_LARGE if offset else 0.0
+    of_large = torch.where(m.abs() < formats.LARGEST, of_large, 0.0)
+    return m - torch.where(m.abs() < formats.LARGE, offset, of_large)
 
 
 def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -142,8 +159,8 @@ def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
     x = masked(x, a.attn_mask, *a.band, LOG2E)
     x = F.pad(x, (0, a.k.shape[2] - n_kv), value=-math.inf).unflatten(-1, (-1, block_n))
 
-    m_tile = x.amax(-1, keepdim=True)  # [B, H_q, N_q, tiles, 1]
-    p = torch.exp2(x - (torch.where(m_tile == -math.inf, 0.0, m_tile) - LOG2_FP4_MAX))
+    m_tile = shift_of(x.amax(-1, keepdim=True), LOG2_FP4_MAX)  # [B, H_q, N_q, tiles, 1]
+    p = torch.exp2(x - torch.where(m_tile == -math.inf, 0.0, m_tile))
     m = m_tile.amax(-2, keepdim=True)
     m = torch.where(m == -math.inf, 0.0, m)
     s1 = torch.exp2(m_tile - m)
@@ -151,5 +168,5 @@ def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
     o = (phi_inverse(*phi(p)) * s1).flatten(-2) @ v_hat.mT
     v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in (a.v_scale, a.v_mean))
     o = o[..., : v_mean.shape[3]] * torch.where(l == 0, 0.0, divide(1.0, l)) * v_scale
-    lse = (m[..., 0] + l.log2() - LOG2_FP4_MAX)[..., 0] / LOG2E
+    lse = (m[..., 0] + l.log2())[..., 0] / LOG2E
     return (o + torch.where(l == 0, 0.0, v_mean)).to(q.dtype), lse

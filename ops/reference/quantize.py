@@ -21,6 +21,8 @@ from sage_inductor.ops.formats import (
     HEADROOM,
     K_BLOCK,
     NO_SHIFT,
+    OF_HIDDEN,
+    OF_HIDDEN_FP4,
     ROTATED,
     SAMPLE,
     TINY,
@@ -54,7 +56,7 @@ def smooth(xs: list[Tensor], visible: Tensor | None = None, keep: int = 1) -> tu
     noise[:keep] = False
     mean = torch.where(noise, 0.0, mean)
     amax = torch.maximum(high - mean, mean - low)
-    return mean, amax if visible is None else torch.where(count > 0, amax, 0.0)
+    return mean, amax if visible is None else torch.where(count > 0, amax * OF_HIDDEN, 0.0)
 
 
 def quantize_k(
@@ -135,7 +137,7 @@ def estimate(
         mean = torch.where(kept > 0, mean * kept.clamp(max=1.0), 0.0)
     away = (x - mean[:, :, None]).abs()
     away = torch.where(keep & (away < math.inf), away, 0.0)
-    return mean, away.amax(2) * HEADROOM
+    return mean, away.amax(2) * (HEADROOM if visible is None else OF_HIDDEN)
 
 
 def quantize_v_checked(
@@ -149,7 +151,8 @@ def quantize_v_checked(
     amax = torch.where(v_amax < TINY, TINY, v_amax)
     beyond = ~(away <= amax[:, :, None])  # so is NaN
     beyond = beyond.flatten(2).any(2)[..., None]  # [B, H, 1]
-    amax = torch.where(beyond, away.amax(2), amax)
+    found = away.amax(2) * (1.0 if visible is None else OF_HIDDEN)
+    amax = torch.where(beyond, found, amax)
     return quantize_v(v, v_mean, amax, recipe, visible is not None)
 
 
@@ -254,7 +257,7 @@ def quantize_nvfp4(
     mean and amax."""
     x = x.float() - mean[:, :, None]
     if saturate:
-        x = _saturate(x, amax[:, :, None])
+        x = _saturate(x, amax[:, :, None] * (OF_HIDDEN_FP4 / OF_HIDDEN))
     inverse, scale = power_of_two(amax if along_n else amax.amax(2))
     x = pad(x * (inverse[:, :, None] if along_n else inverse[:, :, None, None]))
     code, e4m3 = phi(x.mT.contiguous() if along_n else x)
@@ -267,11 +270,17 @@ def _to_codes(
     """x [B, H, N, D], group [N], the group of each row -> codes (integers in int8), scale
     [B, H, num_groups]."""
     amax = x.abs().amax(3)  # [B, H, N]
-    if visible is not None:
-        amax = torch.where(visible, amax, 0.0)
-    amax = amax.new_zeros(*x.shape[:2], num_groups).scatter_reduce(
-        2, group.expand_as(amax), amax, "amax"
-    )
+
+    def of_groups(amax: Tensor) -> Tensor:
+        zeros = amax.new_zeros(*x.shape[:2], num_groups)
+        return zeros.scatter_reduce(2, group.expand_as(amax), amax, "amax")
+
+    if visible is None:
+        amax = of_groups(amax)
+    else:  # where a group has no visible row, by its own
+        of_visible = of_groups(torch.where(visible, amax, 0.0))
+        of_hidden = of_groups(torch.where(amax < math.inf, amax, 0.0))
+        amax = torch.where(of_visible == 0, of_hidden, of_visible)
     amax = torch.where(amax < TINY, TINY, amax)  # keeps NaN: a group with a NaN has a NaN scale
     if visible is not None:
         x = _saturate(x, amax[:, :, group, None])

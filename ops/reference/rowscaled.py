@@ -26,7 +26,7 @@ from sage_inductor.ops.formats import (
 )
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
-from sage_inductor.ops.reference.attention import attention
+from sage_inductor.ops.reference.attention import attention, flatness
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.reference.quantize import (
     divide,
@@ -120,7 +120,8 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
     to_fp8, c = E4M3_MAX / LARGEST, LARGEST / E4M3_MAX**2
     k_scale = _of_rows(kept.k_scale, kept.k)
     delta = (g * o).sum(3)
-    m = pad_places(m - math.log2(E4M3_MAX), NO_QUERY)
+    flat = flatness(m)
+    m = pad_places(m * flat - math.log2(E4M3_MAX), NO_QUERY)
     if kept.is_causal:
 
         def so_far(x: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
         row_scale = wa * to_heads(beta * (OF_HALF * scale / E4M3_MAX) * (largest_k / to_fp8))
         kt = kt_own = _turned(turn_back(kept.k), k_scale * (to_fp8 / largest_k)[:, :, None], 1)
         of_dq = m, delta / to_heads(beta), kept.v_scale / beta[:, :, None]
-    of_x = kept.q_scale[:, :, :N_q] * (scale * rotation_scale(kept.q.shape[3]) * LOG2E)
+    of_x = kept.q_scale[:, :, :N_q] * (scale * rotation_scale(kept.q.shape[3]) * LOG2E) * flat
     vectors = torch.stack((pad_places(of_x), m, delta / to_heads(beta)))
     return Operands(
         g8,

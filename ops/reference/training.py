@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sage_inductor.ops.formats import LOG2E, TINY, pad_rows
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
+from sage_inductor.ops.reference.attention import flatness
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.reference.quantize import divide, pad
 
@@ -50,7 +51,9 @@ def forward(
     s = F.pad(s, (0, k.codes.shape[2] - N_kv), value=-math.inf).unflatten(3, (-1, BLOCK))
     t = s.amax(4, keepdim=True)  # [B, H_q, N_q, tiles, 1]
     m = t.amax(3, keepdim=True)
-    p = torch.exp2(s - torch.where(t == -math.inf, 0.0, t))
+    shift = torch.where(t == -math.inf, 0.0, t)
+    flat = flatness(shift)
+    p = torch.exp2(s * flat - shift * flat)
     weight = torch.exp2(t - m)
     l = (p.sum(4, keepdim=True) * weight).sum((3, 4))[..., None]  # [B, H_q, N_q, 1]
     codes = (p.double() * LARGEST).round().float()

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.attention.visible_tiles import heads_of
 from sage_inductor.ops.formats import LOG2E, PAD_N, pad_head_dim, pad_rows
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
@@ -191,7 +192,9 @@ def _forward_kernel(
             s = _scores(q, k, scale[:, None], rows[:, None], keys, N_kv, IS_CAUSAL, part == 1)
             t = tl.max(s, 1)
             # Of a tile that a row does not see there is no maximum: s - t would be NaN.
-            p = tl.exp2(s - tl.where(t == -float("inf"), 0.0, t)[:, None])
+            shift = tl.where(t == -float("inf"), 0.0, t)
+            flat = flatness(shift)
+            p = tl.exp2(s * flat[:, None] - (shift * flat)[:, None])
             m_new = tl.maximum(m, t)  # finite: each row sees the first key
             alpha, beta = tl.exp2(m - m_new), tl.exp2(t - m_new)
             l = l * alpha + tl.sum(p, 1) * beta

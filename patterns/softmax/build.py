@@ -152,8 +152,6 @@ class _Attention:
         for node in (*sorted(self.chain), self.node):
             if node.kwargs.get("out") is not None:
                 yield reasons.GIVEN_OUT(node.name)
-        after = (step for step in self.below if not step.plain)
-        yield from (reasons.WEIGHTS_CHANGED(op_name(step.node)) for step in after)
         ranks = [value_of(x).dim() for x in (q, k, v)]
         if not all(n in (3, 4) for n in (*ranks, len(self.base), value_of(self.node).dim())):
             yield reasons.RANKS(ranks)

@@ -35,11 +35,11 @@ from sage_inductor.patterns.graph import (
 from sage_inductor.patterns.reasons import Reason
 
 SOFTMAX = ("softmax", "_softmax", "special_softmax")
-PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+PRODUCTS = ("matmul", "mm", "bmm", "baddbmm", "einsum")
 SYNONYMS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "concat": "cat",
-    "concatenate": "cat",
+    "concatenate": "cat", "power": "pow", "negative": "neg",
 }  # fmt: skip
 CASTS = ("to", "_to_copy", "float", "double", "half", "bfloat16", "type", "type_as")
 SAME = (*CASTS, "contiguous", "clone", "expand", "lift_fresh_copy")
@@ -114,58 +114,122 @@ def read(node: Node) -> tuple[list[Step], list[Step]] | None:
     if op_name(node) not in SOFTMAX or not isinstance(value_of(node), torch.Tensor):
         return None
     above = _climb(arguments(node, "input")[0], node, set())
-    below = _descend(node, set()) if above else None
+    below = _descend(node, set(), _dim(node)) if above else None
     return (above, below) if below else None
 
 
-# What makes something else of the scores or the weights. Beyond it a product is another's.
-ELSE = ("conv", "linear", "norm", "embed", "pool", "loss", "attention", "softmax", "lstm", "gru",
-        "topk", "argmax", "argsort", "sort", "mean", "prod", "sum", "std", "var")  # fmt: skip
+ELSE = ("attention", "softmax", "embed", "loss", "lstm", "gru")  # another thing begins there
 
 
-def unread(softmax: Node) -> tuple[Product, list[str]] | None:
+def unread(node: Node) -> tuple[Product, list[str]] | None:
     """(a product, what lies between it and the next product) of a softmax between two products that
-    `read` makes nothing of."""
-    if op_name(softmax) not in SOFTMAX or not isinstance(value_of(softmax), torch.Tensor):
+    `read` makes nothing of. It is attention, whatever lies there, where the scores keep the rows
+    and the columns of the first product, and the second sums over the softmax's dimension."""
+    scores, dim = _softmax_of(node) or (None, None)
+    if not isinstance(value_of(scores), torch.Tensor) or not value_of(scores).dim():
         return None
-    above = _reach(softmax, lambda node: _tensors(node.all_input_nodes))
-    below = _reach(softmax, lambda node: _tensors(node.users)) if above else None
+    start = {d: d for d in range(value_of(scores).dim())}
+    above = _reach(scores, start, dim, upwards=True)
+    below = _reach(node, start, dim, upwards=False) if above else None
     if not below:
         return None
-    (*between, first), (*after, last) = above, below
-    product = product_of(first)
-    names = [op_name(node) for node in (*reversed(between), *after) if not _is_read(node)]
-    writers = (user for node in (first, *between) for user in node.users if may_write(user))
-    names += [op_name(user) for user in writers if user < softmax]
-    return product, names or [op_name(last)]
+    (*between, first), (_, *after, last) = above, below
+    names = [op_name(each) for each in (*reversed(between), *after) if not _is_read(each)]
+    names += [op_name(node)] if op_name(node) not in SOFTMAX else []
+    writers = (user for each in (first, *between) for user in each.users if may_write(user))
+    names += [op_name(user) for user in writers if user < node]
+    return product_of(first), names or [op_name(last)]
 
 
-def _tensors(nodes) -> list[Node]:
-    return [node for node in nodes if isinstance(value_of(node), torch.Tensor)]
+def _softmax_of(node: Node) -> tuple[Node, int] | None:
+    """(scores, dimension) of a softmax, a logarithm of one, or what these are made of."""
+    name = _name(node)
+    if not isinstance(value_of(node), torch.Tensor):
+        return None
+    x, other = arguments(node, "input", "other")
+    if name in SOFTMAX or name in ("log_softmax", "_log_softmax", "softmin"):
+        return x, -1 if _dim(node) is None else _dim(node)
+    if name == "exp" and _name(x) == "sub":  # exp(x - logsumexp(x))
+        x, other = arguments(x, "input", "other")
+    elif name != "div" or _name(x) != "exp":  # exp(x) / exp(x).sum()
+        return None
+    while _name(other) in ("add", "clamp", "clamp_min", "clip", *SAME, *VIEWS):
+        other = arguments(other, "input")[0]
+    if _name(other) not in ("sum", "logsumexp") or arguments(other, "input")[0] is not x:
+        return None
+    dim = arguments(other, "input", "dim")[1]
+    (dim,) = dim if isinstance(dim, (list, tuple)) and len(dim) == 1 else (dim,)
+    return (x, dim) if isinstance(dim, int) else None
 
 
 def _is_read(node: Node) -> bool:
     return any(step.refused is None for _, step in _readings(node))
 
 
-def _reach(softmax: Node, neighbours) -> list[Node] | None:
-    """The nodes on the shortest way to a product of two tensors that no one trained."""
-    paths, seen = [[node] for node in neighbours(softmax)], {softmax}
+def _reach(start: Node, dims: dict, dim: int, upwards: bool) -> list[Node] | None:
+    """The nodes on the shortest way to a product: of q and k, or with v. dims: those of `start`
+    that a node on the way still has, and where."""
+    dim %= len(dims)
+    paths, seen = [([start], dims)], set()
     while paths and len(seen) < MOST_STEPS:
-        path = paths.pop(0)
+        path, dims = paths.pop(0)
         node = path[-1]
         if node in seen or not op_name(node):
             continue
         seen.add(node)
-        if op_name(node) in PRODUCTS:
+        if upwards:
             product = product_of(node)
-            if product and not _is_projection(product) and value_of(node).dim() > 2:
+            roles = product.roles() if product and not _is_projection(product) else None
+            kept = {product.out[d] for d in dims.values()} if roles else ()
+            if roles and kept >= {roles[1], roles[3]} and product.out[dims[dim]] in roles[1::2]:
                 return path
-            continue
-        if any(word in op_name(node) for word in ELSE):
-            continue
-        paths += [[*path, each] for each in neighbours(node)]
+            if any(word in op_name(node) for word in ELSE):
+                continue
+        for other in node.all_input_nodes if upwards else node.users:
+            if not isinstance(value_of(other), torch.Tensor):
+                continue
+            user, x = (node, other) if upwards else (other, node)
+            product = product_of(user)
+            if not upwards and product and x in (product.a, product.b):
+                letters = product.left if x is product.a else product.right
+                if letters[dims[dim]] not in product.out and not _is_projection(product):
+                    return [*path, user]
+            origins = _origins(user, x)
+            there = origins if upwards else {x: y for y, x in origins.items()}
+            found = {d: there[at] for d, at in dims.items() if there.get(at) is not None}
+            if dim in found and len(found) > 1:
+                paths.append(([*path, other], found))
     return None
+
+
+def _origins(node: Node, x: Node) -> dict[int, int]:
+    """Of the dimensions of `node`, those that are dimensions of its operand `x`, and which."""
+    name, product, order = op_name(node), product_of(node), order_of(node)
+    sizes, given = value_of(node).shape, value_of(x).shape
+    if order is not None:
+        return dict(enumerate(order))
+    if product and x in (product.a, product.b):
+        letters = product.left if x is product.a else product.right
+        return {i: letters.index(c) for i, c in enumerate(product.out) if c in letters}
+    if (
+        any(word in name for word in ELSE)
+        or x is not node.all_input_nodes[0]
+        and ("linear" in name or "conv" in name)
+    ):
+        return {}
+    if len(sizes) == len(given) and name not in VIEWS:
+        mixed = {"linear": len(given) - 1, "conv": 1}
+        lost = {d for word, d in mixed.items() if word in name}
+        alike = (d for d in range(len(sizes)) if equal(sizes[d : d + 1], given[d : d + 1])
+                 or not (equal(sizes[d : d + 1], [1]) or equal(given[d : d + 1], [1])))  # fmt: skip
+        return {d: d for d in alike if d not in lost}
+    inner = {i: math.prod(sizes[i + 1 :]) for i in range(len(sizes))}
+    return {
+        i: j
+        for i, n in enumerate(sizes)
+        for j, m in enumerate(given)
+        if equal([n, inner[i]], [m, math.prod(given[j + 1 :])])
+    }
 
 
 # -- paths ----
@@ -188,20 +252,42 @@ def _climb(x: Node, before: Node, seen: set[Node]) -> list[Step] | None:
     return _best([path + [step] for path, step in above if path])
 
 
-def _descend(weights: Node, seen: set[Node]) -> list[Step] | None:
-    """The steps from `weights` to their product with the values."""
+def _descend(weights: Node, seen: set[Node], key: int | None) -> list[Step] | None:
+    """The steps from `weights` to their product with the values. key: the dimension of the weights
+    that the product sums over, where it is known."""
     paths = []
     for user in weights.users:
         product = product_of(user)
         if product and weights in (product.a, product.b):
             added = any(not step.plain or step.refused for step in _steps_of_product(user))
-            return [Step(user, refused=reasons.OUTPUT_ADDS() if added else None)]
+            end = [Step(user, refused=reasons.OUTPUT_ADDS() if added else None)]
+            letters = product.left if weights is product.a else product.right
+            if key is None or letters[key] not in product.out or user in seen:
+                return end
+            seen.add(user)  # It mixes heads, if another product follows.
+            further = _descend(user, seen, product.out.index(letters[key]))
+            return [_of_weights(Step(user, scale=1.0)), *further] if further else end
         for operand, step in _readings(user) if len(seen) < MOST_STEPS else ():
             if operand is weights and user not in seen:
                 seen.add(user)
-                below = _descend(user, seen)
-                paths += [[step] + below] if below else []
+                at = key if _same_shape(weights, user) else None
+                at = step.order.index(key) if step.order and key is not None else at
+                below = _descend(user, seen, at)
+                paths += [[_of_weights(step)] + below] if below else []
     return _best(paths)
+
+
+def _of_weights(step: Step) -> Step:
+    """A step after the softmax. Nothing there is the scale, the mask or the cap of scores."""
+    if step.plain and not step.refused or _name(step.node) == "dropout":
+        return step
+    return Step(step.node, refused=reasons.WEIGHTS_CHANGED(op_name(step.node)))
+
+
+def _dim(softmax: Node) -> int | None:
+    dim = arguments(softmax, "input", "dim")[1]
+    rank = value_of(softmax).dim()
+    return dim % rank if rank and isinstance(dim, int) else None
 
 
 def _best(paths: list[list[Step]]) -> list[Step] | None:
@@ -453,7 +539,15 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def _is_projection(product: Product) -> bool:
-    return len(product.right) == 2 < len(product.left)
+    """Whether one operand is a matrix that all of the other is multiplied by."""
+    a, b = (len(letters) for letters in (product.left, product.right))
+    return b == 2 < a or a == 2 < b or a == b == 2 and any(map(_is_trained, (product.a, product.b)))
+
+
+def _is_trained(x: Node) -> bool:
+    while op_name(x) in SAME or order_of(x) is not None:
+        x = arguments(x, "input")[0]
+    return isinstance(value_of(x), torch.nn.Parameter)
 
 
 def _number(x) -> float | None:
@@ -469,7 +563,8 @@ def _number(x) -> float | None:
         return float(known) if isinstance(known, (int, float)) else None
     if _is_written(x):
         return None
-    name = _name(x)
+    name = _name(x).removeprefix(OF_NUMPY)
+    name = SYNONYMS.get(name, name)
     if name in ("full", "full_like", "new_full"):
         number = _number(arguments(x, "size", "fill_value")[1])
     elif name in MADE_OF_DATA or name in SAME or name in NUMPY_CASTS:
@@ -484,11 +579,12 @@ def _number(x) -> float | None:
 
 
 MADE_OF_DATA = ("tensor", "scalar_tensor", "as_tensor", "Tensor", "FloatTensor")
-NUMPY_CASTS = ("wrapped_float16", "wrapped_float32", "wrapped_float64")
+OF_NUMPY = "wrapped_"  # Dynamo's name for NumPy's sqrt is wrapped_sqrt
+NUMPY_CASTS = ("float16", "float32", "float64", "asarray", "array", "astype")
 OF_NUMBERS = {
     **{f.__name__: f for f in (torch.sqrt, torch.rsqrt, torch.pow, torch.reciprocal, torch.square,
-                               torch.neg, torch.mul, torch.div, torch.add, torch.sub)},
-    "wrapped_sqrt": torch.sqrt, "wrapped_power": torch.pow, "wrapped_reciprocal": torch.reciprocal,
+                               torch.neg, torch.mul, torch.div, torch.add, torch.sub, torch.exp,
+                               torch.log)},
 }  # fmt: skip
 
 
@@ -505,17 +601,18 @@ def _calculated(name: str, x: Node) -> float | None:
     if x.kwargs or None in numbers:
         return None
     values = [value_of(each) for each in x.args]
+    made = value_of(x).dtype
     with compat.unset_fake_temporarily():
         operands = [
-            torch.tensor(number, dtype=value.dtype)
+            torch.tensor(number, dtype=made)
+            if _name(x).startswith(OF_NUMPY)
+            else torch.tensor(number, dtype=value.dtype)
             if isinstance(value, torch.Tensor)
             else type(value)(number)
-            if isinstance(value, (int, float)) and not name.startswith("wrapped_")
-            else torch.tensor(number, dtype=torch.float64)
             for number, value in zip(numbers, values, strict=True)
         ]
         out = OF_NUMBERS[name](*operands)
-        return out.item() if out.dtype == value_of(x).dtype else None
+        return out.item() if out.dtype == made else None
 
 
 def _is_written(x: Node) -> bool:

@@ -65,7 +65,9 @@ def decide(call: Call, settings: Settings) -> Decision:
         return Decision(None, reasons.IS_OFF())
     reason = call.refused or why_not(call)
     if reason:
-        # First what no change of the model lifts: else it would be the next reason.
+        if reason.cause is reasons.DROPOUT and call.out.requires_grad and settings.training == OFF:
+            reason = reasons.DROPOUT_IN_TRAINING(call.dropout_p)  # else it would be the next reason
+        # First what no change of the model lifts, for the same cause.
         device = getattr(value_of(call.q), "device", None)
         stays = device is not None and device.type == "cpu" and not settings.emulate
         return Decision(None, reasons.joined([reasons.ON_CPU()] * stays + [reason]))

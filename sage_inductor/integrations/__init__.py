@@ -15,6 +15,9 @@ def register(library: Literal["comfyui", "diffusers", "transformers"]) -> None:
         sage_inductor.register("comfyui")
         model.set_model_optimized_attention(get_attention_function("sage_inductor"))
 
+    The name "sage_inductor" works in all of them and as ``torch.compile``'s backend; transformers
+    and ``torch.compile`` take "sage", too.
+
     All work in eager and under every backend of ``torch.compile``; ``backend="sage"`` needs
     none. ``import sage_inductor`` registers nothing: it would have to import the library, which
     takes seconds.

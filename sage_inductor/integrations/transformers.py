@@ -1,4 +1,4 @@
-"""The attention implementation "sage" of transformers.
+"""The attention implementation "sage" of transformers, or "sage_inductor".
 
 Masks arrive as SDPA's do (True: visible). Calls that `attention` has no argument for go to
 transformers' own "sdpa": dropout, position biases, a paged cache, and in eager a single query,
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sage_inductor.functional import attention
 
-NAME = "sage"
+NAMES = "sage", "sage_inductor"  # its own, and what other libraries call ours
 SDPAS = ("position_bias", "cache", "output_attentions")  # arguments that "sdpa" has an answer to
 REFUSED = ("softcap", "s_aux", "sinks", "block_indices")  # and those that SDPA cannot compute
 
@@ -30,8 +30,9 @@ def register_implementation() -> None:
         )
         from transformers.masking_utils import sdpa_mask
 
-        AttentionInterface.register(NAME, sage_attention_forward)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+        for name in NAMES:
+            AttentionInterface.register(name, sage_attention_forward)
+            AttentionMaskInterface.register(name, sdpa_mask)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"sage_inductor has no attention implementation for transformers "

@@ -684,6 +684,18 @@ def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
     assert "| SageBwd | 2, 1 partial |" in table
 
 
+def test_one_seed_of_three_does_not_set_the_scale_of_the_gaps(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    exact = [made_up("exact", seed, [3.0, 9.0 if seed == 1 else 2.0, 1.0]) for seed in range(3)]
+    others = [made_up("SageBwd", seed, [3.0, 2.25, 1.0]) for seed in range(3)]
+    seen = []
+    monkeypatch.setattr(figures, "keep", lambda figure, *rest: seen.append(figure))
+    figures.draw_curves(result_of([*exact, *others]), tmp_path / "curves.svg")
+    _, gaps = seen[0].axes
+    assert list(gaps.lines[1].get_ydata()) == [0, 0.25, 0]
+    assert "median" in gaps.get_ylabel()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "model, recipe",

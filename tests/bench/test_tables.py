@@ -3,7 +3,6 @@ bench/pages.py."""
 
 import dataclasses
 import json
-import re
 
 import pytest
 
@@ -366,6 +365,11 @@ def test_below_a_table_is_where_and_how_it_was_measured():
     assert tables.provenance(alone) == (
         f"2026-01-01, torch 2, triton 3, cudnn 1. m.\n{again} (commit 0a1b).\n"
     )
+    method = "Medians. What is shipped: a run of its own, at commit 312aae5. Then others"
+    both = tables.where_and_when(WHERE | {"commit": "0a1b", "method": method})
+    assert both.replace("\n", " ").endswith(
+        "(commit 0a1b). What is shipped: a run of its own, at commit 312aae5. "
+    )
     assert tables.where_and_when(WHERE | {"commit": None}) == (
         f"One A, 2026-01-01, torch 2, triton 3, cudnn 1. {again}.\n"
     )
@@ -421,22 +425,78 @@ def test_every_plan_of_a_figure_is_one_of_a_page():
     assert {plan for needed, _ in figures.FIGURES.values() for plan in needed} <= set(pages.PLANS)
 
 
-def test_the_overview_sorts_blocks_and_greys_what_does_not_gain(tmp_path):
-    def block(name, least, most):
-        speed = {"x_min": least, "x": (least + most) / 2, "x_max": most}
-        return {
-            "model": name,
-            "error": None,
-            "sites": {"sage": [{"recipe": "sage1"}]},
-            "speed": {"sage": speed},
-        }
-
+def test_the_overview_sorts_models_and_names_each_line_at_its_end(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    blocks = WHERE | {"rows": [block("flux_double", 0.98, 1.04), block("wan14b_720p", 1.9, 2.1)]}
-    its = [{"D": 128, "N": n, "entry": "sage1-rotated", "speedup": n / 1024} for n in (1024, 8192)]
-    figures.draw_overview({"rows": its}, blocks, tmp_path / "a.svg")
-    drawn = (tmp_path / "a.svg").read_text()
-    assert 0 < drawn.index("Flux, double block") < drawn.index("Wan 14B, 720p")  # the larger above
-    assert "sage1-rotated" in drawn and ">1K<" in drawn and ">8K<" in drawn
-    ranges = re.findall(r"stroke: (#\w+); stroke-opacity: 0.5; stroke-width: 4", drawn)
-    assert ranges == [figures.GREY, "#2ca02c"] and figures.saved(2) == 50
+
+    def model(name, eager, inductor, error=None):
+        speed = {"eager": {"x": eager}, "inductor": {"x": inductor}}
+        return {"model": name, "tokens": 75_600, "error": error, "speed": speed}
+
+    rows = [model("hunyuan", 2.2, 2), model("flux", 1.4, 1.05), model("llama_16k", 1.3, 2.5)]
+    whole = WHERE | {"rows": [*rows, model("wan_14b", 1, 1, "OOM")]}
+    drawn = [
+        {"family": family, "model": model, "B": 4, "N": N, "provider": provider,
+         "recipe": provider.removesuffix(" op") if "sage" in provider else None, "tflops": tflops}
+        for family, model, N in (("D=128", "", 1024), ("D=128", "", 8192), ("D=128", "flux", 4608),
+                                 ("D=64", "", 2048))
+        for provider, tflops in (("cuDNN", 400), ("FA3-fp8 op", 600 if N == 1024 else None),
+                                 ("sage1-rotated op", 800), ("FA4", 1000))
+    ]  # fmt: skip
+    figures_of, keep = [], figures.keep
+    monkeypatch.setattr(figures, "keep", lambda *its: figures_of.append(its[0]) or keep(*its))
+    figures.draw_overview(whole, WHERE | {"rows": drawn}, tmp_path / "a.svg")
+    dots, lines = figures_of[0].axes
+    shown = [label.get_text() for label in dots.get_yticklabels()]
+    assert [name.partition(",")[0] for name in shown] == ["Flux", "Llama 3.2 1B", "HunyuanVideo"]
+    assert shown[0].endswith(", 76K")
+    over = {line.get_label(): list(line.get_xdata()) for line in dots.lines}
+    assert over["over inductor"] == [1.05, 2.5, 2] and over["over eager"] == [1.4, 1.3, 2.2]
+    ends = {text.get_text(): text.xy for text in lines.texts}
+    assert ends == {
+        "cuDNN, bf16": (8192, 1), "FA3, FP8": (1024, 1.5), "ours, sage1-rotated": (8192, 2),
+    }  # fmt: skip
+    assert ">1K<" in (tmp_path / "a.svg").read_text()
+
+
+def test_a_plot_of_models_says_what_is_missing_and_does_not_enlarge_noise(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def row(family, entry, **figures):
+        return {"family": family, "entry": entry, "figures": figures}
+
+    rows = [
+        row("gpt", "exact", perplexity=2.4), row("gpt", "SAGE1", perplexity=2.4001),
+        row("gpt", "sage1", perplexity=2.5), row("vit", "exact", accuracy=0.5, agreement=1.0),
+        row("vit", "sage1", accuracy=0.6, agreement=0.999),
+        row("vit", "sage2-8b-rotated", accuracy=0.4, agreement=1.0),
+    ]  # fmt: skip
+    figures_of, keep = [], figures.keep
+    monkeypatch.setattr(figures, "keep", lambda *its: figures_of.append(its) or keep(*its))
+    figures.draw_models(WHERE | {"rows": rows}, tmp_path / "a.svg")
+    figure, title, *_ = figures_of[0]
+    gpt, vit = figure.axes
+    assert "capitals: the papers'" in title
+    names = [label.get_text() for label in gpt.get_yticklabels()]
+    assert names == ["exact", "sage2-8b-rotated", "sage1", "SAGE1"]  # the default, ours, papers'
+    assert gpt.get_title() == "gpt: perplexity, less is better"
+    assert vit.get_title() == "vit: agreement, more is better"
+    assert [(x.get_text(), x.get_position()[1]) for x in gpt.texts] == [("not measured", 1)]
+    assert [x.get_position()[1] for x in vit.texts] == [3]
+    assert gpt.get_xlim()[0] <= 2.388 and vit.get_xlim()[0] <= 0.99
+
+
+def test_a_plot_of_errors_has_plain_percents_and_no_legend_of_one(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    both = {"average": {"rel_l1": 0.004}, "worst": {"rel_l1": 0.04}}
+    of = [("normal", "sage1"), ("gpt", "sage1"), ("vit", "sage1")]
+    rows = [{"table": "recipes", "family": family, "entry": entry} | both for family, entry in of]
+    figures_of, keep = [], figures.keep
+    monkeypatch.setattr(figures, "keep", lambda *its: figures_of.append(its[0]) or keep(*its))
+    result = WHERE | {"rows": rows, "models": {"gpt": "", "vit": ""}}
+    figures.draw_accuracy(result, tmp_path / "a.svg")
+    random, models = figures_of[0].axes
+    assert random.get_title() == "random inputs: normal" and not random.get_legend()
+    assert [text.get_text() for text in models.get_legend().texts] == ["gpt", "vit"]
+    least, most = random.get_xlim()
+    shown = {x.get_text() for x in random.get_xticklabels() if least < x.get_position()[0] < most}
+    assert shown == {"0.5", "1", "2"}

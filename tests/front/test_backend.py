@@ -198,7 +198,7 @@ def test_strict_raises_for_a_call_that_stays_sdpa_before_it_is_compiled(monkeypa
     inductor = sage_inductor.backend.InductorWrapper
     original = inductor.__call__
     monkeypatch.setattr(inductor, "__call__", lambda *x: compiled.append(x) or original(*x))
-    with pytest.raises(SageRefused, match="1 attention calls stay as they were: .*dropout"):
+    with pytest.raises(SageRefused, match="1 attention call stays as it was: .*dropout"):
         run(strict, dropped)
     assert not compiled and len(sage_inductor.report().refused) == 1
     run(strict)
@@ -252,10 +252,11 @@ def test_config_is_what_options_override():
 
 
 def test_tools_that_put_values_in_place_for_a_test_put_them_back():
-    config.recipe, name = "sage1", "sage_inductor.config.recipe"
+    config.recipe = "sage1"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(config, "recipe", "sage3")
-        with mock.patch.object(config, "force", True), mock.patch(name, "off"):
+        monkeypatch.setattr("sage_inductor.config.config.recipe", "sage3")
+        off = mock.patch("sage_inductor.config.config.recipe", "off")
+        with mock.patch.object(config, "force", True), off:
             assert (config.recipe, config.force) == ("off", True)
         assert (config.recipe, config.force) == ("sage3", False)
     assert config.recipe == "sage1" == copy.deepcopy(config).recipe

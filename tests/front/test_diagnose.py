@@ -262,7 +262,7 @@ def test_one_module_is_named_so_that_its_block_may_be_compiled_alone():
 
 def row(module, recipe, error, suggested="auto"):
     shape = (1, 2, 64, 64)
-    site = Site(module, "sdpa", "SDPA", shape, shape, "bfloat16", "none", Decision(None, ""))
+    site = Site(module, "sdpa", "SDPA", shape, shape, "bfloat16", "none", Decision("sdpa", ""))
     return Row(site, recipe, 0.99, error, 0.1, (0, error), (0, 0, 3, error))
 
 
@@ -917,8 +917,8 @@ def test_mistakes_are_refused():
     for wrong in (["sage4"], [], ["sage1", "auto"], "sage4"):  # before the model is given anything
         with pytest.raises(ValueError, match="recipes must be of .*'sage2-8b'.*got"):
             diagnose(sdpa, recipes=wrong)
-    for wrong in (0, -1, math.nan, math.inf):
-        with pytest.raises(ValueError, match="tolerance must be a positive number, got"):
+    for wrong in (0, -1, 1, math.nan, math.inf):
+        with pytest.raises(ValueError, match="tolerance must be a fraction, as 0.05 for 5 %, got"):
             diagnose(sdpa, tolerance=wrong)
 
 

@@ -38,11 +38,12 @@ from sage_inductor.policy import Policy
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 FENCED = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
-LANGUAGES = {"python", "bash", "cpp", "cmake", "json", "text"}
+LANGUAGES = {"python", "bash", "cpp", "cmake", "json", "text", "log"}  # log: of another machine
 
 # Commands that are run elsewhere, or only where there is more than a test may ask for.
 ELSEWHERE = {
     "pip install .": "tests/front/test_packaging.py::test_the_wheel_is_pure_and_holds_every_module",
+    'python bench/side_by_side.py black-forest-labs/FLUX.1-dev "a lighthouse at dusk"': "tests/bench/test_side_by_side.py::test_an_image_is_one_row_and_the_first_call_is_of_two_steps",
     "python -m sage_inductor doctor": "tests/front/test_command_line.py::test_doctor_names_versions_and_runs_every_recipe",
 }
 # Words of snippets that take a package of the extra "models", or one that `make weights` installs.
@@ -157,7 +158,7 @@ def small_tokenizer(name: str, padding_side="right"):
     import transformers
 
     def tokenize(texts: list[str], padding=False, return_tensors="pt"):
-        ids = [torch.arange(1, 1 + len(text)) for text in texts]
+        ids = [1 + torch.arange(len(text)) % 99 for text in texts]  # of a vocabulary of 100
         ids = torch.nn.utils.rnn.pad_sequence(ids, True, padding_side=padding_side)
         return transformers.BatchEncoding({"input_ids": ids, "attention_mask": (ids > 0).long()})
 

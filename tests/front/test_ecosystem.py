@@ -95,7 +95,7 @@ def use_ours(model):
         model.set_attention_backend("sage_inductor")
     else:
         sage_inductor.register("transformers")
-        model.set_attn_implementation("sage")
+        model.set_attn_implementation("sage_inductor")
 
 
 def outputs(model, inputs, backend=None, dynamic=None) -> list:

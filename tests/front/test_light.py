@@ -1,5 +1,5 @@
 """What is imported, and how many calls of Python a step takes: counts, which no machine's speed
-changes. `python bench/walk.py` prints the times."""
+changes."""
 
 import subprocess
 import sys

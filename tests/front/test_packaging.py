@@ -80,6 +80,15 @@ def test_the_wheel_is_pure_and_holds_every_module(wheel):
     assert packed == sources | data
 
 
+def test_the_wheel_names_the_backend_as_other_libraries_do_too(wheel):
+    files = zipfile.ZipFile(wheel)
+    (entries,) = [name for name in files.namelist() if name.endswith("entry_points.txt")]
+    names = re.findall(
+        r"^(\w+) = sage_inductor.backend:sage_backend", files.read(entries).decode(), re.M
+    )
+    assert names == ["sage", "sage_inductor"]
+
+
 def links_of(metadata):
     """Where the description of a package leads."""
     return re.findall(r"\]\(([^)]*)\)", metadata.get_payload())

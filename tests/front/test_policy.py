@@ -20,7 +20,7 @@ from sage_inductor.choose.decide import decide, rewrite
 from sage_inductor.inductor_pass import SagePass
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.selector import Selection
-from sage_inductor.policy import Rule, layer_of
+from sage_inductor.policy import Rule, layer_of, unmatched
 from sage_inductor.settings import Settings
 
 EMULATE = {"sage.emulate": True}
@@ -337,6 +337,35 @@ def test_rules_for_two_graphs_are_no_misses(caplog):
     report = sage_inductor.report()
     assert [s.recipe for s in report] == [None, None, "sage1"]
     assert "fits no module" not in str(report) and not warnings(caplog)
+
+
+def test_graphs_without_a_path_are_told_of_where_a_rule_names_modules(caplog):
+    model = Model()
+
+    def function(x, context):
+        x = F.scaled_dot_product_attention(x, x, x)  # by no module
+        torch._dynamo.graph_break()
+        x = model.layers[0](x, context)
+        return F.scaled_dot_product_attention(x, x, x)  # beside calls that have a path
+
+    def told(*rules):
+        caplog.clear()
+        options = EMULATE | {"sage.policy": [*rules]}
+        report = sage_inductor.explain(function, options=options)(*INPUTS)
+        assert [site.module for site in report] == ["", "layers.0.attn", "layers.0.cross", ""]
+        torch._dynamo.reset()
+        torch.compile(function, backend="sage", options=options)(*INPUTS)
+        by_report = [line for line in str(sage_inductor.report()).splitlines() if " path" in line]
+        assert by_report == [line for line in str(report).splitlines() if " path" in line]
+        assert by_report == warnings(caplog)
+        return by_report
+
+    (line,) = told(Rule("off", module="*.attn"), Rule("auto", head_dim=9))
+    assert line.startswith("no call of graph 0/0 has a module's path: rules that name modules or ")
+    assert told(Rule("off", layer=0)) == [line]
+    assert told(Rule("off", head_dim=9), Rule("off", module="*")) == []
+    many = unmatched((Rule("off", layer=0),), [(f"{i}/0", "") for i in range(6)])
+    assert " graph 0/0, 1/0, 2/0, 3/0, ... has " in many[-1]
 
 
 def test_of_several_numbers_in_a_path_the_first_is_the_layer():

@@ -5,6 +5,7 @@ emulated, on a GPU they are forced.
 """
 
 import functools
+import re
 from types import SimpleNamespace
 
 import models
@@ -15,6 +16,7 @@ from support import op_by_op, swept
 
 import sage_inductor
 from sage_inductor import config
+from sage_inductor.policy import Rule
 
 pytestmark = pytest.mark.models
 pytest.importorskip("diffusers")
@@ -123,7 +125,7 @@ def check(of: SimpleNamespace, run, right, paths=PATHS) -> None:
     assert 0 < relative_l1(found, right) < 5e-3
     sites = sage_inductor.report()
     assert len(sites) == len(sites.rewritten) == 2, str(sites)
-    assert paths is None or {site.module for site in sites} == paths
+    assert {site.module for site in sites} == paths
 
 
 @pytest.fixture(autouse=True)
@@ -157,12 +159,17 @@ def test_quantized_linears_are_diagnosed():
 
 
 def test_attention_under_layerwise_casting_is_rewritten():
-    """Dynamo breaks the graph at each hook."""
+    """Dynamo breaks the graph at each hook, and does not know in which module it resumes. All layers
+    share what it compiles there. A policy that names modules is told of it."""
     of = small(cast)
     assert of.model.transformer_blocks[0].attn.to_q.weight.dtype == torch.float8_e4m3fn
-    of.model.compile_repeated_blocks(backend="sage")
+    policy = [Rule("off", module="*.attn")]
+    of.model.compile_repeated_blocks(backend="sage", options={"sage.policy": policy})
     with op_by_op():
-        check(of, of.model, of.eager, paths=None)
+        check(of, of.model, of.eager, paths={""})
+    assert re.search(
+        r"\nno call of graph \d+/\d+, .* has a module's path: ", str(sage_inductor.report())
+    )
 
 
 @pytest.mark.gpu

@@ -63,8 +63,8 @@ def test_every_cause_has_a_remedy_and_every_reason_its_fields(cause):
     fields = len(re.findall(r"{[^}]*}", cause.text))
     given = range(max(fields, *(int(n) + 1 for n in re.findall(r"{(\d)}", cause.short or "")), 0))
     reason = cause(*given)
-    assert reason.cause is cause and "{" not in reason + reason.short
-    assert all(str(n) in reason for n in range(fields))
+    assert reason.cause is cause and "{" not in reason.text + reason.short
+    assert all(str(n) in reason.text for n in range(fields))
     if given:
         with pytest.raises(IndexError):
             cause(*given[1:])
@@ -73,11 +73,12 @@ def test_every_cause_has_a_remedy_and_every_reason_its_fields(cause):
 def test_a_reason_keeps_its_cause_whatever_is_said_besides():
     longer = reasons.FROM_LENGTH("sage2-8b", 5120)
     both = reasons.joined([SHORT, longer]) + " (rule 1 of the policy)"
-    assert both == f"{SHORT}; {longer} (rule 1 of the policy)"
+    assert str(both) == f"{SHORT}; {longer} (rule 1 of the policy)"
     for reason in (both, pickle.loads(pickle.dumps(both)), copy.deepcopy(both)):
+        assert reason == both and reason.kind == SHORT.kind
         assert (reason.short, reason.cause) == ("N < 3072", reasons.FROM_LENGTH)
     whole = reasons.DROPOUT(0.1) + " (rule 1 of the policy)"
-    assert whole.short == whole
+    assert whole.short == whole.text
     quoted = reasons.UNREADABLE("E", "dropout is active")
     assert quoted.cause is reasons.UNREADABLE
 
@@ -87,9 +88,14 @@ def test_two_causes_are_asked_for_and_one_has_nothing_to_mend():
     assert [each for each in CAUSES if each.requested] == on_purpose
 
 
-def test_a_sentence_that_no_row_made_asks_for_a_report():
-    assert "report it" in reasons.of("a reason that nobody has seen (").cause.remedy
-    assert reasons.of(SHORT) is SHORT
+def test_a_call_that_stays_is_no_site_by_a_sentence_that_lost_its_cause():
+    for text in (f"{DROPOUT}; more", f"sage: {DROPOUT}", str(DROPOUT)):
+        with pytest.raises(TypeError, match="must have a Reason, got '.*dropout_p must be 0"):
+            site(reason=text)
+    with pytest.raises(TypeError):
+        "more; " + DROPOUT
+    given = json.loads(json.dumps(Report([("-", site(reason=DROPOUT + "; more"))]).to_dicts()))
+    assert (given[0]["reason"], given[0]["remedy"]) == (f"{DROPOUT}; more", DROPOUT.cause.remedy)
 
 
 # -- the report ----
@@ -111,7 +117,7 @@ def test_equal_calls_are_one_row_below_one_line_of_verdict():
         ["0/0, 1/0", "blocks.*.attn", "x9", "0-7, 9", "SDPA"],
         ["0/0", "refiner.*.cross2", "x2", "0-1", "SDPA"],
     ]
-    assert lines[7:] == ["", f"N < 3072: {reasons.of(SHORT).cause.remedy}"]
+    assert lines[7:] == ["", f"N < 3072: {SHORT.cause.remedy}"]
     assert (
         repr(found) == f"<Report: {found.verdict}>" and str(found[:1]).count("blocks.0.attn") == 1
     )
@@ -182,7 +188,7 @@ def test_verdicts(monkeypatch):
     assert verdict(between).endswith("2 stay: `clamp` stands between the products")
     assert verdict([]).startswith("no attention call was seen")
     off = str(Report([("-", site(reason=RULE))]))
-    assert "1 stays: the policy says off" in off and reasons.of(RULE).cause.remedy not in off
+    assert "1 stays: the policy says off" in off and RULE.cause.remedy not in off
 
 
 def no_attention(x):
@@ -278,7 +284,7 @@ def test_nested_tensors_in_a_graph_are_a_row_beside_the_other_calls():
         node.meta["example_value"] = value
     nested, plain = rewrite(torch.fx.GraphModule({}, graph), Settings(emulate=True))
     assert nested.reason == "tensor subclasses are not supported, got NestedTensor"
-    assert "to_padded_tensor()" in nested.reason.cause.remedy and plain.rewritten
+    assert "to_padded_tensor()" in nested.why.cause.remedy and plain.rewritten
 
 
 def test_dicts_hold_every_call_and_are_json():
@@ -339,9 +345,8 @@ def alone(parsed):
 
 
 def test_a_page_shows_every_call_escaped_and_needs_no_other_file(tmp_path):
-    found = Report(
-        [*twenty_three()._sites, ("2/0", site(HOSTILE, reason='said "<b>" & dropout is active'))]
-    )
+    quoted = reasons.UNREADABLE("E", 'said "<b>" & dropout is active')
+    found = Report([*twenty_three()._sites, ("2/0", site(HOSTILE, reason=quoted))])
     found.to_html(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     parsed = Page(text)
@@ -351,14 +356,14 @@ def test_a_page_shows_every_call_escaped_and_needs_no_other_file(tmp_path):
     assert head == ["graph", "module", "count", "numbers", *of_call]
     modules = ", ".join(f"blocks.{i}.attn" for i in range(12))
     assert groups[0][:4] == ["0/0", f"blocks.*.attn{modules}", "x12", "0-11"]
-    assert groups[-1][1] == HOSTILE and reasons.of(SHORT).cause.remedy in groups[1][-1]
+    assert groups[-1][1] == HOSTILE and SHORT.cause.remedy in groups[1][-1]
     head, *rows = parsed.rows[5:]
     assert head == ["graph", "module", *of_call]
     assert len(rows) == 24 and rows[0][:3] == ["0/0", "blocks.0.attn", "SDPA"]
     assert rows[0][-2:] == ["sage2-8b", "N >= 3072"]
     assert rows[-1][1] == HOSTILE and 'said "<b>" & dropout' in rows[-1][-1]
     assert {"details", "summary"} <= alone(parsed) and "http" not in text and "@import" not in text
-    assert reasons.of(SHORT).cause.remedy in rows[-2][-1] and found.verdict in html.unescape(text)
+    assert SHORT.cause.remedy in rows[-2][-1] and found.verdict in html.unescape(text)
 
 
 def test_a_page_without_calls_says_why(tmp_path):

@@ -142,7 +142,7 @@ def test_a_call_that_it_is_not_for_stays_with_the_reason(case):
     function, reason = REFUSED[case]
     _, _, (site,) = rewritten(function, *(tokens(256) for _ in range(3)), keep=0.3)
     assert not site.rewritten and site.reason == f"{reason} (rule 1 of the policy)"
-    assert 'without "keep"' in site.reason.cause.remedy
+    assert 'without "keep"' in site.why.cause.remedy
 
 
 def test_training_stays_with_the_reason():

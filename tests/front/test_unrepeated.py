@@ -115,8 +115,11 @@ def gpu(capability, cudnn=91900, enabled=True):
         yield
 
 
-def site_of(n_q=1, D=128, dtype=torch.bfloat16, G=4, requires_grad=False, where=None, **settings):
-    """The site and the SDPA node of a call with repeated heads, on tensors of a GPU."""
+def site_of(
+    n_q=1, D=128, dtype=torch.bfloat16, G=4, requires_grad=False, where=((9, 0),), **settings
+):
+    """The site and the SDPA node of a call with repeated heads, on tensors of a GPU. where: what
+    `gpu` is given."""
     graph = torch.fx.Graph()
     with FakeTensorMode():
         q, keys, k = (
@@ -140,7 +143,7 @@ def site_of(n_q=1, D=128, dtype=torch.bfloat16, G=4, requires_grad=False, where=
     call.meta["example_value"] = out
     graph.output(call)
     module = torch.fx.GraphModule({}, graph)
-    with where or gpu((9, 0)):
+    with gpu(*where):
         (site,) = rewrite(module, Settings(**settings))
     (call,) = (node for node in module.graph.nodes if node.target in TARGETS)
     return site, call
@@ -159,8 +162,8 @@ def test_on_hopper_one_query_reads_the_heads_as_they_are():
     "given",
     [
         {"n_q": 2}, {"D": 256}, {"dtype": torch.float32}, {"G": 1}, {"requires_grad": True},
-        {"where": gpu((8, 0))}, {"where": gpu((10, 0))}, {"where": gpu((9, 0), cudnn=91500)},
-        {"where": gpu((9, 0), enabled=False)}, {"recipe": "off"},
+        {"where": ((8, 0),)}, {"where": ((10, 0),)}, {"where": ((9, 0), 91500)},
+        {"where": ((9, 0), 91900, False)}, {"recipe": "off"},
     ],
     ids=str,
 )  # fmt: skip

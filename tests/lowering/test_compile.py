@@ -391,6 +391,20 @@ def accumulated(f, x, wrt) -> list:
     return [each.grad.clone() for each in wrt]
 
 
+def test_a_layer_of_torch_is_rewritten_in_ddp_if_it_was_compiled_before(gloo):
+    """Dynamo skips torch.nn's own frames behind the graph break in DDP's forward: docs/faq.md."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    m, x = torch.nn.TransformerEncoderLayer(64, 2, batch_first=True).eval(), torch.randn(2, 40, 64)
+    given = {"backend": "sage", "options": {"sage.emulate": True}}
+    with op_by_op(), torch.no_grad():
+        DDP(torch.compile(m, **given))(x)
+        assert rewritten() == 1
+        torch._dynamo.reset()
+        torch.compile(DDP(m), **given)(x)
+    assert not sage_inductor.report()
+
+
 def test_ddp_splits_the_graph_and_keeps_the_gradients(gloo):
     from torch.nn.parallel import DistributedDataParallel as DDP
 

@@ -31,6 +31,7 @@ from sage_inductor.ops.formats import E4M3_MAX, QK, TINY
 from sage_inductor.ops.launch import doubled, launch_traced
 from sage_inductor.ops.quantize import codes as rounding
 from sage_inductor.ops.quantize import nvfp4
+from sage_inductor.ops.quantize.rotate import in_16_bits
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
@@ -122,6 +123,39 @@ def test_a_band_shows_each_row_its_keys_and_no_other(recipe, bottom_right):
         if recipe == "sage1-per-token":
             centre = (seen * v[0, 0, :, 0]).sum(1) / seen.sum(1)
             assert_close(out[0, 0, :, 0].float(), centre.float(), rtol=1e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("size, bias", [(1e7, 0.0), (1.2e8, 0.0), (4e8, 0.0), (1e7, -1e5)])
+@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b", "sage2-4b", "sage3"])
+def test_large_scores(size, recipe, bias):
+    """What is taken off them is the emulation's. With a window: tiles with and without a mask."""
+    k, v = torch.randn(2, 1, 1, 150, 16).half()
+    q = torch.randint(-127, 128, (1, 1, 150, 16))  # its codes: no ties, of which one moves a row
+    q[..., 0] = 127
+    # The maxima of rows are about `size`: numbers are 1, 16 and 64 apart there in log2 units.
+    q, k = (256 * q).half(), k * (size / 256 / 830)
+    mask = torch.full((150, 150), bias) if bias else None
+    tile = Tile(128 if recipe == "sage1" else 64, 64, 4, 2)
+    (out, lse), (expected, expected_lse) = run_portable(
+        q, k, v, recipe, tile, 1.0, mask, (120, None, False)
+    )
+    assert_close(lse, expected_lse, rtol=1e-6, atol=0)
+    assert relative_l2(out, expected) < {"sage1": 2e-3, "sage3": 5e-3}.get(recipe, 2e-2)
+
+
+@triton.jit
+def _through_16_bits(X, Out):
+    at = tl.arange(0, 4)
+    tl.store(Out + at, in_16_bits(tl.load(X + at), X).to(tl.float32))
+
+
+def test_numbers_in_fp32_are_rotated_as_bf16():
+    """fp16 holds neither the first three, nor is the last one rounded by it."""
+    x = torch.tensor([1e6, -3e38, 1e-30, 1 + 2**-10])
+    found = torch.empty(4)
+    _through_16_bits[(1,)](x, found)
+    assert_close(found, x, rtol=2**-7, atol=0)  # the interpreter truncates
+    assert found[3] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -572,6 +606,14 @@ def test_what_prepares_the_row_scaled_backward_writes_what_the_emulation_does(sh
         v[:, :, -1] *= 30
         k[:, :, -2] *= 30
     check_preparation(q, k, v, grad, is_causal, 0.7 * shape[-1] ** -0.5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_the_row_scaled_backward_takes_off_large_scores(is_causal):
+    q, k, v, grad = trained(1, 2, 1, 100, 100, 64)
+    _, kept = rowscaled.forward(q, k, v, is_causal, 2e4)
+    assert (kept.stats[1].abs() > 2**16).float().mean() > 0.9
+    check_preparation(q, k, v, grad, is_causal, 2e4)
 
 
 def check_preparation(q, k, v, grad, is_causal, scale):

@@ -648,6 +648,30 @@ def test_a_row_that_sees_nothing_but_the_lowest_number_averages_over_all_keys(re
     assert relative_l1(out[:, :, :9], mean.expand(-1, -1, 9, -1)) < 0.05
 
 
+@pytest.mark.parametrize("heads", [1, 4], ids=["one mask", "a mask per head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_only_rows_of_the_lowest_number_see_is_in_the_range_of_v(recipe, dtype, heads):
+    """Two left-padded sequences whose padding holds larger numbers. Beside fp16's lowest number
+    fp32 keeps the scores, so these rows are attention to all keys."""
+    lowest, start, N = torch.finfo(dtype).min, torch.tensor([60, 130]), 200
+    q, k, v = qkv(N_q=N, N_kv=N, dtype=dtype)
+    attn_mask = torch.zeros(2, heads, N, N, dtype=dtype)
+    attn_mask.masked_fill_(torch.ones(N, N).triu(1).bool(), lowest)
+    attn_mask.masked_fill_((torch.arange(N) < start[:, None])[:, None, None], lowest)
+    pads = torch.arange(N) < start[:, None]
+    v = torch.where(pads[:, None, :, None], 4 * v, v)
+
+    out, _ = sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask)
+    exact, _ = exactly(q, k, v, False, 0.125, attn_mask)
+    of_pads, of_others = (
+        relative_l1(*(x.double().transpose(1, 2)[rows] for x in (out, exact)))
+        for rows in (pads, ~pads)
+    )
+    assert of_pads < {"sage3": 0.3, "sage2-4b": 0.35}.get(recipe, 0.07), of_pads
+    assert of_others < {"sage3": 0.3, "sage2-4b": 0.3}.get(recipe, 0.05), of_others
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_where_the_lowest_number_hides_all_of_a_batch_element_it_averages_over_its_keys(recipe):
     """What pads a batch of fewer sequences. The other element's padding still does not matter."""

@@ -449,3 +449,49 @@ def test_extreme_but_finite_values_stay_finite():
             assert relative_l1(out.double(), exact) < 0.05 or size == 6e-8, recipe  # denormals
     zeros = torch.zeros(1, 1, 64, 64)
     assert torch.equal(sdpa(zeros, zeros, zeros, False, 1.0, "sage2-8b")[0], zeros)
+
+
+def large_scores(size: float, dtype=torch.float32, device="cpu") -> list[tuple]:
+    """(q, k, v) whose scores reach about `size` at scale 1: rows that attend to one key."""
+    k = torch.full((1, 1, 8, 16), -size / 160)
+    k[:, :, 0] = size / 16
+    one_key = torch.ones(1, 1, 8, 16), k, torch.randn(1, 1, 8, 16)
+    q, k, v = torch.randn(3, 1, 2, 300, 64)
+    root = (size / 40) ** 0.5
+    return [[x.to(device, dtype) for x in each] for each in (one_key, (q * root, k * root, v))]
+
+
+@pytest.mark.parametrize("recipe", NAMED)
+def test_scores_of_any_size_cost_no_accuracy(recipe):
+    """m - log2 448 is rounded: at 1e7 to halves. P may not exceed what its format holds."""
+
+    def errors(size):
+        torch.manual_seed(0)
+        for q, k, v in large_scores(size):
+            out, lse = sdpa(q, k, v, False, 1.0, recipe)
+            exact, exact_lse = exactly(q, k, v, False, 1.0)
+            assert relative_l1(lse, exact_lse) < {"sage2-4b": 0.1, "sage3": 0.1}.get(recipe, 0.02)
+            yield relative_l1(out.double(), exact)
+
+    usual = list(errors(1e3))
+    for size in (1e5, 1e7, 1.2e8, 4e8, 1e20):
+        for found, allowed in zip(errors(size), usual, strict=True):
+            assert found < 1.15 * allowed + 0.01, (size, found, allowed)
+
+
+@pytest.mark.parametrize("recipe", ["sage1", "sage2-8b", "sage2-4b", "sage3"])
+def test_a_bias_of_any_size_that_all_keys_share_changes_little(recipe):
+    """A row all of whose keys are masked with a number that is not the lowest sees them all."""
+    q, k, v = qkv(D=32)
+    exact, _ = exactly(q, k, v, False, 0.3)
+    usual = relative_l1(sdpa(q, k, v, False, 0.3, recipe)[0].double(), exact)
+    for bias in (-3e4, 1e5, -3e5):
+        mask = torch.full((200, 300), bias)
+        found, lse = sdpa(q, k, v, False, 0.3, recipe, attn_mask=mask)
+        # Scores are rounded to 1/64 at 1.5e5, as in any fp32 attention.
+        assert relative_l1(found.double(), exact) < 1.05 * usual + 0.01, bias
+        assert ((lse - bias).abs() < 40).all()
+    mask[:] = -1e9  # what the scores are is lost
+    found, _ = sdpa(q, k, v, False, 0.3, recipe, attn_mask=mask)
+    mean = v.double().mean(2, keepdim=True).expand_as(exact)
+    assert relative_l1(found.double(), mean) < 0.25

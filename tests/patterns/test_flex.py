@@ -95,7 +95,7 @@ def found_all(function, *inputs, also=lambda gm: None, **options):
 
 def meaning(call):
     visible = (call.band, call.blocks.size) if call.blocks.size else call.band
-    return None if call.refused else visible, call.refused
+    return (None, str(call.refused)) if call.refused else (visible, None)
 
 
 def random_qkv(N=300, N_kv=None, H=2, H_kv=2):

@@ -2,6 +2,7 @@
 
 import operator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,24 @@ def test_a_write_through_any_view_is_a_write():
         assert not index.written_after(sin, mul) and not index.writers_of(tan)
 
     run_seen(function, torch.randn(3, 4), torch.randn(3), see=see)
+
+
+def test_a_call_of_numpys_writes_if_it_makes_nothing_new():
+    def function(x):
+        root = np.sqrt(x.numpy())
+        np.add(root, 1, root)
+        np.exp(root, out=root)
+        root -= 3
+        root.fill(2)
+        return torch.from_numpy(1 / root), float(np.float64(8) * 3)
+
+    def see(gm):
+        found = {op_name(node).split("_")[-1]: may_write(node) for node in gm.graph.nodes}
+        new = {"sqrt": False, "truediv": False, "mul": False, "item": False}
+        writing = {"add": True, "exp": True, "isub": True, "fill": True}
+        assert new | writing == {name: found[name] for name in new | writing}, found
+
+    run_seen(function, torch.rand(4), see=see)
 
 
 def test_an_operator_and_a_method_write_to_their_first_argument():

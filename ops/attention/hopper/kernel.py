@@ -11,6 +11,9 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
   causal (OWN) it has codes by one scale a row besides, which cost a multiplication a score: those
   are read from about a tile's first row on (_first_own), the others before it.
 * q of the next tile is loaded before o of this one is stored.
+* Scores are scaled in the exponential, by an fma. So in FP8 those of a row with a large maximum are
+  made smaller before, by its `flatness` (../large_scores.py): 8 instructions of a thread's 500 a
+  block.
 * With one warpgroup (short calls, windows) it is otherwise: several programs share an SM and hide
   each other's beginnings and ends. Each computes one tile, fetches k and v itself, and takes no
   turns.
@@ -37,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, walk
+from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 from sage_inductor.ops.quantize.rotate import butterflies, odd_of
@@ -47,7 +51,7 @@ _LOG2E = gl.constexpr(LOG2E)
 _LN2 = gl.constexpr(1 / LOG2E)
 _LOG2_FP8_MAX = gl.constexpr(math.log2(E4M3_MAX))
 _ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
-_LEAST = gl.constexpr(2.0**-126)  # normal number of fp32
+_LEAST = gl.constexpr(2.0**-46)  # of a scale: what it makes of codes is 0 beside 1
 
 
 @gluon.jit
@@ -366,10 +370,10 @@ def _row_maximum(s):
 
 @gluon.jit
 def _softmax(
-    x, highest, m, l, FP8: gl.constexpr, MAY_BE_EMPTY: gl.constexpr
+    x, c, highest, m, l, FP8: gl.constexpr, SCALED: gl.constexpr, MAY_BE_EMPTY: gl.constexpr
 ):  # fmt: skip
-    """x [64, blocks, 8, 4, 2], its maxima of a thread [64, blocks, 4], m [64], l [64, 4], a sum a
-    thread -> p, m, l, alpha."""
+    """x [64, blocks, 8, 4, 2], which c [64, blocks, 1] has SCALED or is yet to, the scores' maxima
+    of a thread [64, blocks, 4], m [64], l [64, 4], a sum a thread -> p, m, l, alpha."""
     OFFSET: gl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
     highest = gl.max(gl.max(highest, axis=1), axis=1)
     m_new = gl.maximum(m, gl.convert_layout(highest, m.type.layout, assert_trivial=True))
@@ -377,9 +381,15 @@ def _softmax(
     if MAY_BE_EMPTY:  # a row that has seen nothing yet has no maximum: m - m_new would be NaN
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = _exp2(m - shift)
-    shift = gl.expand_dims(gl.expand_dims(shift - OFFSET, 1), 2)
-    shift = gl.expand_dims(gl.expand_dims(shift, 3), 2)
-    p = _exp2(x - shift)
+    if FP8:
+        flat = flatness(shift)
+        shift = shift * flat - OFFSET
+        flat = gl.expand_dims(gl.expand_dims(flat, 1), 2)
+        c = flat if SCALED else c * flat
+    if FP8 or not SCALED:
+        x = x * gl.expand_dims(gl.expand_dims(c, 3), 2)
+    shift = gl.expand_dims(gl.expand_dims(shift, 1), 2)
+    p = _exp2(x - gl.expand_dims(gl.expand_dims(shift, 3), 2))  # an fma each
     total = gl.convert_layout(
         gl.sum(gl.sum(gl.sum(p, axis=2), axis=3), axis=1), l.type.layout, assert_trivial=True
     )
@@ -428,9 +438,9 @@ def _attend(
     s = s.reshape([64, BLOCKS, 8, 4, 2])
     if PART == 2:  # -inf * 0
         c = gl.where(c < _LEAST, _LEAST, c)
-    c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
     x = s.to(gl.float32)
     if PART == 1:  # scaled first: the other way takes more registers
+        c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
         x = _hide(
             x * c5, row0, j, 1, N_q, N_kv, words, stride_wm, BAND, False, False, BLOCK_N, ROW, L5
         )
@@ -446,8 +456,7 @@ def _attend(
         else:
             highest = _row_maximum(s).to(gl.float32)  # of integers it takes half the instructions
         highest = highest * c
-        x = x * c5
-    p, m, l, alpha = _softmax(x, highest, m, l, FP8, PART == 2)
+    p, m, l, alpha = _softmax(x, c, highest, m, l, FP8, PART == 1, PART == 2)
     alpha = gl.expand_dims(gl.convert_layout(alpha, OROW, assert_trivial=True), 1)
     if FP8:
         p = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])

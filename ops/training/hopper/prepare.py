@@ -47,6 +47,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, OF_HALF, TINY, rotation_scale
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled, launch_cached
@@ -142,8 +143,10 @@ def _rows_kernel(
         wa = tl.exp2(m - lse * _LOG2E) * a
         q_scale = tl.load(Q_scale + here)
         plane = M_pad.to(tl.int64) * heads
-        tl.store(Vectors + here, tl.where(there, q_scale * (SCALE_OF_CODES * _LOG2E), 0.0))
-        tl.store(Vectors + plane + here, tl.where(there, m - _LOG2_FP8_MAX, _NO_QUERY))
+        flat = flatness(m)
+        of_codes = q_scale * (SCALE_OF_CODES * _LOG2E) * flat
+        tl.store(Vectors + here, tl.where(there, of_codes, 0.0))
+        tl.store(Vectors + plane + here, tl.where(there, m * flat - _LOG2_FP8_MAX, _NO_QUERY))
         tl.store(Delta + here, tl.sum(grad * out, 1))
         tl.store(Wa + here, wa)
         un = u * tl.sqrt(tl.sum(out * out, 1))
