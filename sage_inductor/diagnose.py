@@ -26,9 +26,9 @@ from sage_inductor import page
 from sage_inductor.backend import awaiting, inputs_later, op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.measure import SDPA, Measured, Row
-from sage_inductor.names import nearest
+from sage_inductor.names import some_of
 from sage_inductor.ops.compat import called_instead
-from sage_inductor.ops.recipe import BY_SPEED, NAMED, RecipeName, canonical
+from sage_inductor.ops.recipe import BY_SPEED, NAMED, RecipeName
 from sage_inductor.patterns import Site
 from sage_inductor.policy import Policy
 from sage_inductor.report import (
@@ -343,12 +343,7 @@ def _measuring(
 ) -> Callable[..., contextlib.AbstractContextManager]:
     """Gives a context of (a Diagnosis, what runs a model and measures it), after a check of what is
     given. The Diagnosis is filled when the context ends."""
-    named = [recipes] if isinstance(recipes, str) else recipes
-    named = tuple(map(canonical, NAMED if named is None else named))
-    if not named or not set(named) <= NAMED.keys():
-        near = [one for each in named if each not in NAMED and (one := nearest(each, NAMED))]
-        meant = f": did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name}: recipes must be of {tuple(NAMED)}, got {named}{meant}")
+    named = some_of(tuple(NAMED), name, recipes)
     if not 0 < tolerance < 1:
         raise ValueError(f"{name}: tolerance must be a fraction, as 0.05 for 5 %, got {tolerance}")
     if path is not None:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from sage_inductor.backend import awaiting, inputs_later, op_by_op
 from sage_inductor.choose.decide import decide
 from sage_inductor.measure import MAX_SCORES, SDPA, CallProgress, badness
-from sage_inductor.names import todays_training
+from sage_inductor.names import some_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
@@ -154,11 +154,7 @@ def diagnose_training(
     Raises TypeError if model is no nn.Module; ValueError for unknown recipes, a loss that is not
     one number with a gradient, a batch of 1, or a model that makes no attention call.
     """
-    recipes = [recipes] if isinstance(recipes, str) else recipes
-    given = OPS if recipes is None else recipes
-    recipes = tuple(todays_training("diagnose_training: recipes", each) for each in given)
-    if not recipes or not set(recipes) <= OPS.keys():
-        raise ValueError(f"diagnose_training: recipes must be of {tuple(OPS)}, got {recipes}")
+    recipes = some_of(tuple(OPS), "diagnose_training", recipes)
     if not isinstance(model, nn.Module):
         raise TypeError(f"diagnose_training: model must be an nn.Module, got {type(model)}")
 

@@ -36,7 +36,7 @@ from sage_inductor import names, stages
 from sage_inductor.names import RecipeOption, TrainingOption
 from sage_inductor.ops import compat
 from sage_inductor.ops.formats import HEAD_DIMS
-from sage_inductor.ops.recipe import ALIASES, NAMED
+from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.selector import Selection
 from sage_inductor.session import session
 
@@ -72,8 +72,7 @@ class Rule:
     training: TrainingOption | None = None  # None: as the settings say
 
     def __post_init__(self):
-        if not isinstance(self.recipe, str) or self.recipe not in ALIASES:  # a Policy warns of it
-            names.one_of((names.AUTO, names.OFF, *NAMED), "Rule: recipe", self.recipe)
+        names.check_recipe("Rule: recipe", self.recipe)
         if isinstance(self.layer, int):
             object.__setattr__(self, "layer", (self.layer, self.layer))
         if isinstance(self.head_dim, int):
@@ -237,7 +236,7 @@ def ruling(given) -> Ruling:
     """What ``sage.policy`` may be given, ready to be asked. Raises ValueError."""
     if given is None or given == "":
         return ()
-    if given in (names.AUTO, names.OFF, *ALIASES, *NAMED) and not os.path.exists(given):
+    if given in (names.AUTO, names.OFF, *NAMED) and not os.path.exists(given):
         raise ValueError(f"must be a path of rules, got {given!r}, a recipe: did you mean recipe?")
     if isinstance(given, (str, os.PathLike)):
         return _of_file(os.path.abspath(given))

@@ -160,9 +160,9 @@ def _request(call: Call, settings: Settings) -> Request:
         training = OFF  # "auto" is about speed
     if wanted is None:
         named = settings.recipe != OFF and call.recipe not in (None, AUTO)
-        return Request(recipes.canonical(call.recipe if named else settings.recipe), training)
+        return Request(call.recipe if named else settings.recipe, training)
     keeps_all = selection is None or selection.top_k == 1
-    return Request(recipes.canonical(wanted), training, None if keeps_all else selection, rule)
+    return Request(wanted, training, None if keeps_all else selection, rule)
 
 
 def _answer(call: Call, settings: Settings) -> str | None:
