@@ -1,6 +1,7 @@
 """Names of recipes and of ways to train, as options and rules of a policy are given them."""
 
 import difflib
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -14,16 +15,6 @@ RecipeOption = Literal["auto", "off", RecipeName]
 TrainingOption = Literal["off", "auto", "sagebwd", "fp8-backward"]
 # What each was called in 0.1, for the message about that name.
 RENAMED = {"g": FP8_BACKWARD, "sage2-8b-rows": "sage2-8b-per-token", "accurate": "sage1-per-token"}
-
-
-def check_recipe(name: str, value):
-    """`value`, if the option `name` may be this recipe. Raises SageOptionError."""
-    return one_of((AUTO, OFF, *NAMED), name, value)
-
-
-def check_training(name: str, value):
-    """`value`, if the option `name` may be this way to train. Raises SageOptionError."""
-    return one_of(TRAINING, name, value)
 
 
 def one_of(valid: Sequence[str], name: str, value):
@@ -50,6 +41,11 @@ def meant(value, valid: Sequence[str]) -> str:
         return f": it is called {new!r} since 0.2"
     near = nearest(value, valid)
     return f": did you mean {near!r}?" if near else ""
+
+
+# As `one_of` without its first argument: whether an option may be this recipe, or way to train.
+check_recipe = functools.partial(one_of, (AUTO, OFF, *NAMED))
+check_training = functools.partial(one_of, TRAINING)
 
 
 def wrong(message: str) -> ValueError:

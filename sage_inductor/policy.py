@@ -189,12 +189,9 @@ class Policy:
 
 def _given(rule: Rule) -> dict:
     """What a file says for a rule."""
-    given = {name: getattr(rule, name) for name in FIELDS[1:]}
-    if isinstance(rule.keep, Selection):
-        given["keep"] = rule.keep.given()
-    return {name: x for name, x in given.items() if x != getattr(Rule, name)} | {
-        "recipe": rule.recipe
-    }
+    given = {x: y for x in FIELDS[1:] if (y := getattr(rule, x)) != getattr(Rule, x)}
+    keep = {"keep": rule.keep.given()} if isinstance(rule.keep, Selection) else {}
+    return given | keep | {"recipe": rule.recipe}
 
 
 def stages_of(ruling: "Ruling") -> tuple[str, ...]:
@@ -210,14 +207,12 @@ def stages_of(ruling: "Ruling") -> tuple[str, ...]:
 def unmatched(rules: tuple[Rule, ...], modules: Iterable[str]) -> list[str]:
     """A line for each rule that names modules and fits none of those that make attention calls."""
     lines, seen = [], sorted(set(modules))
-    calls = (
-        "attention is called by " + ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
-    )
+    calls = ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
     for number, rule in enumerate(rules, 1):
         if seen and not any(map(rule.fits_module, seen)):
             where = {name: x for name, x in _given(rule).items() if name in ("module", "layer")}
             what = f"rule {number} of the policy fits no module so far: {json.dumps(where)}"
-            lines.append(f"{what}; {calls}")
+            lines.append(f"{what}; attention is called by {calls}")
     return lines
 
 
@@ -242,10 +237,8 @@ def ruling(given) -> Ruling:
         return _of_file(os.path.abspath(given))
     if isinstance(given, Policy):
         return given.rules
-    if isinstance(given, Rule):
-        return Policy((given,)).rules
-    if isinstance(given, (dict, list, tuple)):
-        return from_python(given)
+    if isinstance(given, (dict, list, tuple, Rule)):
+        return from_python([given] if isinstance(given, Rule) else given)
     if callable(given) and not isinstance(given, type):
         stages_of(given)
         return given
@@ -366,14 +359,10 @@ def _rule(i: int, rule) -> Rule:
 
 def _field(name: str, value):
     """A field of Rule from what the file says."""
-    if name == "recipe":
-        return names.check_recipe(name, value)
-    if name == "training":
-        return names.check_training(name, value)
-    if name == "stage":
-        return stages.check(value)
-    if name == "keep":
-        return _keep(value)
+    if check := {"recipe": names.check_recipe, "training": names.check_training}.get(name):
+        return check(name, value)
+    if check := {"stage": stages.check, "keep": _keep}.get(name):
+        return check(value)
     if name == "module":
         if not isinstance(value, str):
             raise ValueError(f"module must be a string, got {_text(value)}")
@@ -404,8 +393,10 @@ def _keep(value) -> Selection:
     _check_keys(fields, Selection._fields, ())
     keep = Selection(**fields)
     fractions, tokens = keep[:3], keep[3:]
-    valid = all(_is_number(x) and 0 <= x <= 1 for x in fractions) and keep[:2] != (0, 0)
-    if not valid or not all(_is_integer(x, 0) for x in tokens):
+    are_fractions = all(
+        _is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in fractions
+    )
+    if not are_fractions or keep[:2] == (0, 0) or not all(_is_integer(x, 0) for x in tokens):
         raise ValueError(
             f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
             f"fractions, the first two not both 0, and two numbers of tokens, got {_text(value)}"
@@ -426,10 +417,6 @@ def _check_keys(given: dict, valid: tuple[str, ...], needed: tuple[str, ...]) ->
 
 def _is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and minimum <= x <= maximum
-
-
-def _is_number(x) -> bool:
-    return isinstance(x, float) or _is_integer(x, 0)
 
 
 # -- JSON ----
