@@ -24,8 +24,11 @@ from bench.cases import PLANS, Case
 from bench.fingerprint import Call, arguments
 from bench.measure import Provider, Runner, burst, draw, draw_sets
 from sage_inductor.backend import sage_backend  # not by name: that asks what is installed
+from sage_inductor.ops.recipe import NAMED
 
-RECIPE = "sage2-8b-rows"  # the name at either commit
+# What this commit calls them: the recipe and, in training, the FP8 backward.
+RECIPE = next(x for x in ("sage2-8b-per-token", "sage2-8b-rows") if x in NAMED)
+TRAINING = getattr(sys.modules.get("sage_inductor.ops.training.gradients"), "FP8_BACKWARD", "g")
 MODELS = ("flux_double", "wan14b_480p", "llama3_8k")
 HOST = Case(1, 8, 8, 1024, 128)  # the GPU is done before the host is
 HOST_SMALL = Case(1, 2, 2, 64, 64)  # the rows of which compare.py makes ratios
@@ -61,7 +64,7 @@ def cases() -> dict[str, Case_]:
         }
     found |= {
         "host SDPA, training": host(trained("inductor", {}), HOST_SMALL),
-        "host sage, training": host(trained(sage_backend, {"sage.training": "g"}), HOST_SMALL),
+        "host sage, training": host(trained(sage_backend, {"sage.training": TRAINING}), HOST_SMALL),
     }
     return found
 
@@ -165,7 +168,7 @@ def compiled(backend, options: dict) -> Callable[..., Callable[[], Tensor]]:
 
 
 def trained(backend, options: dict) -> Callable[..., Callable[[], Tensor]]:
-    """Forward and backward. "g" is the FP8 backward's name at either commit."""
+    """Forward and backward."""
 
     def make(q, k, v):
         run = compiled(backend, options)(*(x.requires_grad_() for x in (q, k, v)))

@@ -122,20 +122,19 @@ class Row(NamedTuple):
     # v cost 0.04, 4 bits 0.2; a wrong scale or a missed tile costs several times this bound.
     wrong_from: float
     speed_rank: int | None = None  # 1: the fastest, where measured. None: never suggested
-    old_name: str = ""  # in version 0.1; understood for one version more
 
 
 TABLE = {
     "sage1": Row(Recipe("per_block", "16bit"), 0.1, 6),
     "sage2-8b": Row(Recipe("per_thread", "fp8"), 0.1, 3),
-    "sage2-8b-per-token": Row(Recipe("per_token", "fp8"), 0.1, 1, "sage2-8b-rows"),
+    "sage2-8b-per-token": Row(Recipe("per_token", "fp8"), 0.1, 1),
     # Rotation costs up to 3 %, so each ranks behind the same recipe without it.
     "sage2-8b-rotated": Row(Recipe("per_token", "fp8", rotated=True), 0.1, 2),
     # No rank: "auto" takes it on devices where INT8 is slow.
     "sage2-8b-fp8qk": Row(Recipe("per_token", "fp8", qk="fp8"), 0.1),
     # No rank: it saves no arithmetic on any device.
     "sage2-4b": Row(Recipe("per_thread", "fp8", qk="int4"), 0.5),
-    "sage1-per-token": Row(Recipe("per_token", "16bit"), 0.1, 4, "accurate"),
+    "sage1-per-token": Row(Recipe("per_token", "16bit"), 0.1, 4),
     "sage1-rotated": Row(Recipe("per_token", "16bit", rotated=True), 0.1, 5),
     # No rank: it was timed on no device.
     "sage3": Row(Recipe("per_16", "nvfp4", qk="nvfp4"), 0.4),
@@ -147,7 +146,6 @@ RecipeName = Literal[
 ]  # fmt: skip
 RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)
 NAMED = {name: row.recipe for name, row in TABLE.items()}
-ALIASES = {row.old_name: name for name, row in TABLE.items() if row.old_name}
 BY_SPEED = tuple(
     sorted((x for x, row in TABLE.items() if row.speed_rank), key=lambda x: TABLE[x].speed_rank)
 )
@@ -161,8 +159,3 @@ def unrotated(name: str) -> str:
         return name
     plain = dataclasses.replace(recipe, rotated=False)
     return next(other for other, each in NAMED.items() if each == plain)
-
-
-def canonical(name: str) -> str:
-    """The name in NAMED of one that may be an alias; any other stays."""
-    return ALIASES.get(name, name)

@@ -26,9 +26,9 @@ from sage_inductor import page
 from sage_inductor.backend import awaiting, inputs_later, op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.measure import SDPA, Measured, Row
-from sage_inductor.names import nearest
+from sage_inductor.names import some_of
 from sage_inductor.ops.compat import called_instead
-from sage_inductor.ops.recipe import BY_SPEED, NAMED, RecipeName, canonical
+from sage_inductor.ops.recipe import BY_SPEED, NAMED, RecipeName
 from sage_inductor.patterns import Site
 from sage_inductor.policy import Policy
 from sage_inductor.report import (
@@ -39,6 +39,7 @@ from sage_inductor.report import (
     number_of,
     path_of,
     remedies,
+    sizes,
     table,
     table_of_errors,
 )
@@ -211,8 +212,8 @@ def _where(site: Site, path: str | None = None) -> str:
 def _cells(row: Row) -> tuple[page.Cell, ...]:
     site, (head, of_head), (*where, of_row) = row.site, row.worst_head, row.worst_row
     return (
-        _where(site), site.spelling, str(list(site.q)), str(list(site.k)), site.dtype, site.mask,
-        row.recipe, f"{row.cos_sim:.6f}", row.relative_l1, row.rmse, head, of_head,
+        _where(site), site.spelling, *sizes(site), row.recipe, f"{row.cos_sim:.6f}",
+        row.relative_l1, row.rmse, head, of_head,
         ", ".join(map(str, where)), of_row, *(row.predicted[1:3] if row.predicted else ("", "")),
     )  # fmt: skip
 
@@ -343,12 +344,7 @@ def _measuring(
 ) -> Callable[..., contextlib.AbstractContextManager]:
     """Gives a context of (a Diagnosis, what runs a model and measures it), after a check of what is
     given. The Diagnosis is filled when the context ends."""
-    named = [recipes] if isinstance(recipes, str) else recipes
-    named = tuple(map(canonical, NAMED if named is None else named))
-    if not named or not set(named) <= NAMED.keys():
-        near = [one for each in named if each not in NAMED and (one := nearest(each, NAMED))]
-        meant = f": did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name}: recipes must be of {tuple(NAMED)}, got {named}{meant}")
+    named = some_of(tuple(NAMED), name, recipes)
     if not 0 < tolerance < 1:
         raise ValueError(f"{name}: tolerance must be a fraction, as 0.05 for 5 %, got {tolerance}")
     if path is not None:
@@ -365,22 +361,19 @@ def _measuring(
             with op_by_op(measured.see, all_graphs=True) as run:
                 yield found, functools.partial(measured.run, run)
         finally:
-            vars(found).update(vars(_diagnosis(measured, tolerance, recipes is None)))
+            calls, shown = list(measured.calls.values()), (SDPA, *named)
+            rows = [row for call in calls for row in call.rows.values()]
+            rows = tuple(sorted(rows, key=lambda row: -row.badness))
+            if recipes is None:  # of all that is measured, what a policy may come to
+                by_auto = {name for call in calls for name in call.autos}
+                shown = tuple(name for name in shown if name in {SDPA, *BY_SPEED, *by_auto})
+            by_stage, totals = suggestion(calls, tolerance)
+            suggested, refused = by_stage.pop(None, {}), tuple(measured.refusals())
+            filled = Diagnosis(rows, refused, suggested, tolerance, shown, by_stage, totals)
+            vars(found).update(vars(filled))
         if not (found.rows or found.unmeasured):
             raise ValueError(f"{name}: the model must make an attention call, none was seen")
         if path is not None:
             found.save(path)
 
     return measuring
-
-
-def _diagnosis(measured: Measured, tolerance: float, are_all: bool) -> Diagnosis:
-    """are_all: the recipes are all there are."""
-    calls, recipes = list(measured.calls.values()), measured.recipes
-    rows = [row for call in calls for row in call.rows.values()]
-    rows = tuple(sorted(rows, key=lambda row: -row.badness))
-    if are_all:  # of all that is measured, what a policy may come to
-        recipes = [r for r in recipes if r in BY_SPEED or any(r in c.autos for c in calls)]
-    by_stage, totals = suggestion(calls, tolerance)
-    suggested, refused = by_stage.pop(None, {}), tuple(measured.refusals())
-    return Diagnosis(rows, refused, suggested, tolerance, (SDPA, *recipes), by_stage, totals)

@@ -29,11 +29,11 @@ from sage_inductor.config import config, settings_in_force
 from sage_inductor.names import AUTO, RecipeOption, check_recipe, unknown
 from sage_inductor.ops import compat
 from sage_inductor.patterns import reasons
-from sage_inductor.patterns.call import Call, Decision, Site
+from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.graph import as_float, as_int
 from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
-from sage_inductor.policy import Ruling, stages_of
+from sage_inductor.policy import stages_of
 from sage_inductor.report import raise_if_refused, record
 from sage_inductor.session import session
 
@@ -272,7 +272,11 @@ def _run_of(tensors: tuple, options: tuple, key: tuple | None, module: str = "")
             values = [stand_in(x) for x in tensors]
             gm = _graph_of(values, (options[0], as_float(options[1]), *options[2:]), module)
         sites = patterns.rewrite(gm, decision, portable)
-    _record(sites, wanted.policy)
+    graph, recorded = str(compat.CompileContext.current_compile_id()), session().recorded
+    for site in sites:  # of a graph that has several such calls, once
+        if (graph, site) not in recorded:
+            recorded.add((graph, site))
+            record([site], wanted.policy)
     if wanted.strict:
         raise_if_refused(sites)
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
@@ -323,12 +327,3 @@ def _graph_of(values: list[Tensor], options: tuple, module: str) -> torch.fx.Gra
             node.meta["example_value"] = value
     graph.output(items if return_lse else call)
     return torch.fx.GraphModule({}, graph)
-
-
-def _record(sites: list[Site], policy: Ruling) -> None:
-    """Add the call's site to the report, once for each graph that has such calls."""
-    graph, recorded = str(compat.CompileContext.current_compile_id()), session().recorded
-    for site in sites:
-        if (graph, site) not in recorded:
-            recorded.add((graph, site))
-            record([site], policy)

@@ -22,6 +22,7 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from sage_inductor.backend import awaiting, inputs_later, op_by_op
 from sage_inductor.choose.decide import decide
 from sage_inductor.measure import MAX_SCORES, SDPA, CallProgress, badness
-from sage_inductor.names import todays_training
+from sage_inductor.names import some_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
@@ -42,7 +43,7 @@ from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
 from sage_inductor.patterns.graph import graph_modules, value_of
 from sage_inductor.patterns.replace import stand_in
-from sage_inductor.report import not_measured, number_of, path_of, table, table_of_errors
+from sage_inductor.report import not_measured, number_of, path_of, sizes, table, table_of_errors
 from sage_inductor.settings import Settings
 
 # Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
@@ -100,8 +101,8 @@ class TrainingDiagnosis:
     def __str__(self):
         head = ("module", "count", "q", "k", "dtype", "mask", "noise / |gradient|")
         lines = table_of_errors(
-            self.rows, head, (SDPA, *OPS), lambda row: path_of(row.site), _sizes,
-            lambda row: row.ratio, ("|error| / noise", "ratios"),
+            self.rows, head, (SDPA, *OPS), lambda row: path_of(row.site),
+            lambda row: sizes(row.site), lambda row: row.ratio, ("|error| / noise", "ratios"),
             lambda rows: (f"{min(row.noise / row.gradient for row in rows):.3g}",),
         )  # fmt: skip
         return "\n".join([self.verdict, *lines, *not_measured(self.unmeasured)])
@@ -112,18 +113,13 @@ class TrainingDiagnosis:
                 "|error| / noise", "|error| / |gradient|", "noise / |gradient|")  # fmt: skip
         rows = (
             (
-                path_of(row.site), row.site.call, *_sizes(row), row.parameters or "the model",
+                path_of(row.site), row.site.call, *sizes(row.site), row.parameters or "the model",
                 row.recipe, f"{row.ratio:.6g}",
                 *(f"{x / row.gradient:.6g}" for x in (row.error, row.noise)),
             )
             for row in self.rows
         )  # fmt: skip
         return table([head, *rows])
-
-
-def _sizes(row: GradientRow) -> tuple[str, ...]:
-    site = row.site
-    return str(list(site.q)), str(list(site.k)), site.dtype, site.mask
 
 
 @inputs_later
@@ -154,11 +150,7 @@ def diagnose_training(
     Raises TypeError if model is no nn.Module; ValueError for unknown recipes, a loss that is not
     one number with a gradient, a batch of 1, or a model that makes no attention call.
     """
-    recipes = [recipes] if isinstance(recipes, str) else recipes
-    given = OPS if recipes is None else recipes
-    recipes = tuple(todays_training("diagnose_training: recipes", each) for each in given)
-    if not recipes or not set(recipes) <= OPS.keys():
-        raise ValueError(f"diagnose_training: recipes must be of {tuple(OPS)}, got {recipes}")
+    recipes = some_of(tuple(OPS), "diagnose_training", recipes)
     if not isinstance(model, nn.Module):
         raise TypeError(f"diagnose_training: model must be an nn.Module, got {type(model)}")
 
@@ -175,9 +167,8 @@ def _diagnosed(
 
     def see(gm: torch.fx.GraphModule) -> None:
         calls = []
-        sites = rewrite(
-            gm, lambda call: _trainable(call, recipes), put=lambda *each: calls.append(each)
-        )
+        take = functools.partial(_trainable, recipes=recipes)
+        sites = rewrite(gm, take, put=lambda *each: calls.append(each))
         refused.extend(site for site in sites if not site.rewritten)
         # From the last to the first: what a call reads may be what an earlier one returns, which a
         # probe is put in the place of.
@@ -190,10 +181,11 @@ def _diagnosed(
             out = run(model, args, kwargs)
         value = loss(out)
         if not (isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad):
-            raise ValueError(
-                "diagnose_training: loss must return one number that needs a gradient, got "
-                f"{_described(value)}"
-            )
+            got = str(type(value))
+            if isinstance(value, Tensor):
+                got = f"shape {list(value.shape)}, requires_grad={value.requires_grad}"
+            what = "loss must return one number that needs a gradient"
+            raise ValueError(f"diagnose_training: {what}, got {got}")
         if not probes and not refused:
             raise ValueError("diagnose_training: the model must make an attention call")
         runs = [(probe, run) for probe in probes for run in probe.end()]
@@ -203,9 +195,8 @@ def _diagnosed(
                 "the inputs must be a batch of 2 or more, got 1"
             )
         outs = [run.out for _, run in runs]
-        grads = (
-            torch.autograd.grad(value, outs, retain_graph=True, allow_unused=True) if outs else ()
-        )
+        options = dict(retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(value, outs, **options) if outs else ()
         progress.expect(len(runs))
         for (probe, run), grad in zip(runs, grads, strict=True):
             probe.measure(model, run, grad)
@@ -235,12 +226,6 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for module, name, buffer, before in buffers:
                     setattr(module, name, buffer.copy_(before))
-
-
-def _described(value) -> str:
-    if not isinstance(value, Tensor):
-        return str(type(value))
-    return f"shape {list(value.shape)}, requires_grad={value.requires_grad}"
 
 
 # -- what is kept of a run ----
@@ -352,15 +337,11 @@ def _followed(run: _KeptRun, gradients: Gradients, parameters: list) -> list[Ten
     """`gradients` at q, k and v, taken back to the parameters; None for one that is not reached."""
     if not parameters:
         return []
-    needed = [
-        (x, gradient.to(x.dtype))
-        for x, gradient in zip(run[:3], gradients, strict=True)
-        if x.requires_grad
-    ]
+    pairs = zip(run[:3], gradients, strict=True)
+    needed = [(x, gradient.to(x.dtype)) for x, gradient in pairs if x.requires_grad]
     inputs, given = zip(*needed, strict=True)
-    return list(
-        torch.autograd.grad(inputs, parameters, given, retain_graph=True, allow_unused=True)
-    )
+    found = torch.autograd.grad(inputs, parameters, given, retain_graph=True, allow_unused=True)
+    return list(found)
 
 
 def _noise(run: _KeptRun, exact: Gradients, parameters: list, gradient: list[Tensor]) -> float:
@@ -413,14 +394,12 @@ def _by(recipe: str, q, k, v, grad, causal: bool, scale: float) -> Gradients:
             )
         return training_op(recipe)(q, k, v, causal, scale, False)[0]
 
-    H_kv, G = k.shape[1], q.shape[1] // k.shape[1]
-    batches = (
-        [slice(b, b + 1) for b in range(q.shape[0])] if q.device.type == "cpu" else [slice(None)]
-    )
-    step = 1 if q.device.type == "cpu" else H_kv
+    (B, H_kv), G = k.shape[:2], q.shape[1] // k.shape[1]
+    examples, heads = (1, 1) if q.device.type == "cpu" else (B, H_kv)
     found = tuple(torch.empty_like(x) for x in (q, k, v))
-    for b, h in itertools.product(batches, range(0, H_kv, step)):
-        of_q, of_kv = (b, slice(h * G, (h + step) * G)), (b, slice(h, h + step))
+    for b, h in itertools.product(range(0, B, examples), range(0, H_kv, heads)):
+        batch = slice(b, b + examples)
+        of_q, of_kv = (batch, slice(h * G, (h + heads) * G)), (batch, slice(h, h + heads))
         leaves = [x.requires_grad_() for x in (q[of_q], k[of_kv], v[of_kv])]
         each = torch.autograd.grad(attend(*leaves), leaves, grad[of_q].to(q.dtype))
         for whole, part, x in zip(found, (of_q, of_kv, of_kv), each, strict=True):

@@ -1,11 +1,11 @@
 """Names of recipes and of ways to train, as options and rules of a policy are given them."""
 
 import difflib
-import warnings
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
-from sage_inductor.ops.recipe import ALIASES, NAMED, RecipeName
+from sage_inductor.ops.recipe import NAMED, RecipeName
 from sage_inductor.ops.training.gradients import FP8_BACKWARD, OPS
 
 AUTO, OFF = "auto", "off"
@@ -13,42 +13,39 @@ TRAINING = (OFF, AUTO, *OPS)
 # What an option, a rule and an argument may be, for type checkers.
 RecipeOption = Literal["auto", "off", RecipeName]
 TrainingOption = Literal["off", "auto", "sagebwd", "fp8-backward"]
-OLD_TRAINING = {"g": FP8_BACKWARD}  # for one version more
-
-
-def check_recipe(name: str, value):
-    """`value`, if the option `name` may be this recipe. Raises SageOptionError."""
-    if not isinstance(value, str) or value not in ALIASES:
-        return one_of((AUTO, OFF, *NAMED), name, value)
-    _warn(name, value, ALIASES[value])
-    return value
-
-
-def check_training(name: str, value):
-    """`value` by its name of today, if the option `name` may be it. Raises SageOptionError."""
-    return one_of(TRAINING, name, todays_training(name, value))
-
-
-def todays_training(name: str, value):
-    """`value`, or the name of today that it stands for, with a warning."""
-    if not isinstance(value, str) or value not in OLD_TRAINING:
-        return value
-    _warn(name, value, OLD_TRAINING[value])
-    return OLD_TRAINING[value]
-
-
-def _warn(name: str, old: str, new: str) -> None:
-    text = f"{name}: {old!r} is called {new!r} now, and the old name will be refused"
-    warnings.warn(text, FutureWarning, stacklevel=4)
+# What each was called in 0.1, for the message about that name.
+RENAMED = {"g": FP8_BACKWARD, "sage2-8b-rows": "sage2-8b-per-token", "accurate": "sage1-per-token"}
 
 
 def one_of(valid: Sequence[str], name: str, value):
     """`value`, if it is one of those that the option `name` may be. Raises SageOptionError."""
     if value not in valid:
-        near = nearest(value, valid) if isinstance(value, str) else None
-        meant = f": did you mean {near!r}?" if near else ""
-        raise wrong(f"{name} must be one of {valid}, got {value!r}{meant}")
+        raise wrong(f"{name} must be one of {valid}, got {value!r}{meant(value, valid)}")
     return value
+
+
+def some_of(valid: Sequence[str], name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names that an argument gives: one, several, or with None all. Raises ValueError."""
+    found = (given,) if isinstance(given, str) else tuple(valid if given is None else given)
+    if not found or not set(found) <= set(valid):
+        near = next(filter(None, (meant(x, valid) for x in found if x not in valid)), "")
+        raise ValueError(f"{name}: recipes must be of {tuple(valid)}, got {found}{near}")
+    return found
+
+
+def meant(value, valid: Sequence[str]) -> str:
+    """What ends the message about a value that is none of the valid ones; empty if none is near."""
+    if not isinstance(value, str):
+        return ""
+    if (new := RENAMED.get(value)) in valid:
+        return f": it is called {new!r} since 0.2"
+    near = nearest(value, valid)
+    return f": did you mean {near!r}?" if near else ""
+
+
+# As `one_of` without its first argument: whether an option may be this recipe, or way to train.
+check_recipe = functools.partial(one_of, (AUTO, OFF, *NAMED))
+check_training = functools.partial(one_of, TRAINING)
 
 
 def wrong(message: str) -> ValueError:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sage_inductor.errors import SageOptionError
 from sage_inductor.names import AUTO, one_of
 from sage_inductor.ops import compat
-from sage_inductor.ops.recipe import NAMED, RecipeName, canonical
+from sage_inductor.ops.recipe import NAMED, RecipeName
 
 if typing.TYPE_CHECKING:  # a torch may be built without it
     from torch.distributed import ProcessGroup
@@ -100,5 +100,5 @@ def gather_attention(
 
 @torch.compiler.assume_constant_result
 def _encoded(recipe: str) -> str:
-    name = one_of((AUTO, *NAMED), "sage_inductor.gather_attention: recipe", canonical(recipe))
+    name = one_of((AUTO, *NAMED), "sage_inductor.gather_attention: recipe", recipe)
     return NAMED[OF_AUTO if name == AUTO else name].encode()

@@ -36,7 +36,7 @@ from sage_inductor import names, stages
 from sage_inductor.names import RecipeOption, TrainingOption
 from sage_inductor.ops import compat
 from sage_inductor.ops.formats import HEAD_DIMS
-from sage_inductor.ops.recipe import ALIASES, NAMED
+from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.selector import Selection
 from sage_inductor.session import session
 
@@ -72,8 +72,7 @@ class Rule:
     training: TrainingOption | None = None  # None: as the settings say
 
     def __post_init__(self):
-        if not isinstance(self.recipe, str) or self.recipe not in ALIASES:  # a Policy warns of it
-            names.one_of((names.AUTO, names.OFF, *NAMED), "Rule: recipe", self.recipe)
+        names.check_recipe("Rule: recipe", self.recipe)
         if isinstance(self.layer, int):
             object.__setattr__(self, "layer", (self.layer, self.layer))
         if isinstance(self.head_dim, int):
@@ -190,12 +189,9 @@ class Policy:
 
 def _given(rule: Rule) -> dict:
     """What a file says for a rule."""
-    given = {name: getattr(rule, name) for name in FIELDS[1:]}
-    if isinstance(rule.keep, Selection):
-        given["keep"] = rule.keep.given()
-    return {name: x for name, x in given.items() if x != getattr(Rule, name)} | {
-        "recipe": rule.recipe
-    }
+    given = {x: y for x in FIELDS[1:] if (y := getattr(rule, x)) != getattr(Rule, x)}
+    keep = {"keep": rule.keep.given()} if isinstance(rule.keep, Selection) else {}
+    return given | keep | {"recipe": rule.recipe}
 
 
 def stages_of(ruling: "Ruling") -> tuple[str, ...]:
@@ -245,16 +241,14 @@ def ruling(given) -> Ruling:
     """What ``sage.policy`` may be given, ready to be asked. Raises ValueError."""
     if given is None or given == "":
         return ()
-    if given in (names.AUTO, names.OFF, *ALIASES, *NAMED) and not os.path.exists(given):
+    if given in (names.AUTO, names.OFF, *NAMED) and not os.path.exists(given):
         raise ValueError(f"must be a path of rules, got {given!r}, a recipe: did you mean recipe?")
     if isinstance(given, (str, os.PathLike)):
         return _of_file(os.path.abspath(given))
     if isinstance(given, Policy):
         return given.rules
-    if isinstance(given, Rule):
-        return Policy((given,)).rules
-    if isinstance(given, (dict, list, tuple)):
-        return from_python(given)
+    if isinstance(given, (dict, list, tuple, Rule)):
+        return from_python([given] if isinstance(given, Rule) else given)
     if callable(given) and not isinstance(given, type):
         stages_of(given)
         return given
@@ -375,14 +369,10 @@ def _rule(i: int, rule) -> Rule:
 
 def _field(name: str, value):
     """A field of Rule from what the file says."""
-    if name == "recipe":
-        return names.check_recipe(name, value)
-    if name == "training":
-        return names.check_training(name, value)
-    if name == "stage":
-        return stages.check(value)
-    if name == "keep":
-        return _keep(value)
+    if check := {"recipe": names.check_recipe, "training": names.check_training}.get(name):
+        return check(name, value)
+    if check := {"stage": stages.check, "keep": _keep}.get(name):
+        return check(value)
     if name == "module":
         if not isinstance(value, str):
             raise ValueError(f"module must be a string, got {_text(value)}")
@@ -413,8 +403,10 @@ def _keep(value) -> Selection:
     _check_keys(fields, Selection._fields, ())
     keep = Selection(**fields)
     fractions, tokens = keep[:3], keep[3:]
-    valid = all(_is_number(x) and 0 <= x <= 1 for x in fractions) and keep[:2] != (0, 0)
-    if not valid or not all(_is_integer(x, 0) for x in tokens):
+    are_fractions = all(
+        _is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in fractions
+    )
+    if not are_fractions or keep[:2] == (0, 0) or not all(_is_integer(x, 0) for x in tokens):
         raise ValueError(
             f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
             f"fractions, the first two not both 0, and two numbers of tokens, got {_text(value)}"
@@ -435,10 +427,6 @@ def _check_keys(given: dict, valid: tuple[str, ...], needed: tuple[str, ...]) ->
 
 def _is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and minimum <= x <= maximum
-
-
-def _is_number(x) -> bool:
-    return isinstance(x, float) or _is_integer(x, 0)
 
 
 # -- JSON ----

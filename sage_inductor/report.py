@@ -265,6 +265,11 @@ def path_of(site: Site) -> str:
     return site.module or site.call
 
 
+def sizes(site: Site) -> tuple[str, ...]:
+    """Cells of q, k, dtype and mask, of a call that ran."""
+    return str(list(site.q)), str(list(site.k)), site.dtype, site.mask
+
+
 def grouped(items: Iterable, path: Callable, same: Callable) -> list[tuple[str, list]]:
     """`items` that are equal but for the numbers in their path, together and in order:
     ("blocks.*.attn2", [...]), with stars where the numbers differ. path(item): its path;

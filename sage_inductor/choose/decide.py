@@ -155,7 +155,7 @@ def _request(
         wanted, selection, rule = call.recipe if named else settings.recipe, None, ""
     elif selection is not None and selection.top_k == 1:
         selection = None
-    return recipes.canonical(wanted), training, selection, rule
+    return wanted, training, selection, rule
 
 
 # -- what it becomes ----

@@ -20,7 +20,7 @@ from sage_inductor.cli import positive
 from sage_inductor.cli.progress import Progress, track
 from sage_inductor.measure import compare
 from sage_inductor.names import AUTO
-from sage_inductor.ops.recipe import NAMED, canonical
+from sage_inductor.ops.recipe import NAMED
 from sage_inductor.report import report
 
 LATENT_CHANNELS = 16
@@ -114,9 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "calls, how far the output is from exact attention and, on a GPU, the times with it and "
         "with backend='inductor'. On CPU the recipe is emulated."
     )
-    parser.add_argument(
-        "--recipe", default=AUTO, type=canonical, choices=(AUTO, *NAMED), help="default: auto"
-    )
+    parser.add_argument("--recipe", default=AUTO, choices=(AUTO, *NAMED), help="default: auto")
     parser.add_argument(
         "--size", type=_even, help="side of the latent image; tokens = (size / 2)^2 (64; GPU: 256)"
     )

@@ -53,7 +53,8 @@ def doctor(verbose: bool = False) -> int:
     asked = list(itertools.product(devices or [torch.device("cpu")], recipes.NAMED))
     probes: dict[torch.device, list[Probe]] = {device: [] for device, _ in asked}
     for device, name in track(asked, lambda each: f"{each[1]} on {each[0]}"):
-        probes[device] += _probe_all(device, name)
+        for D, kind in itertools.product(HEAD_DIMS, ("full", "causal", "mask")):
+            probes[device].append(Probe(name, D, kind, *_probe(device, name, D, kind)))
     policies = {device: _policy(device) for device in probes}
 
     print(verdict(registered, [(d, probes[d], policies[d][1]) for d in probes]))
@@ -149,12 +150,6 @@ def sdpa_backend(device: torch.device) -> str:
 
 def _sm(device: torch.device) -> str:
     return "{}{}".format(*gpus.capability(device))
-
-
-def _probe_all(device: torch.device, name: str) -> list[Probe]:
-    """Small calls of the recipe `name`, of each head_dim and kind."""
-    cases = itertools.product(HEAD_DIMS, ("full", "causal", "mask"))
-    return [Probe(name, D, kind, *_probe(device, name, D, kind)) for D, kind in cases]
 
 
 def _probe(device, name: str, head_dim: int, kind: str) -> tuple[bool | None, str]:

@@ -158,7 +158,9 @@ def test_the_hosts_rows_are_of_compiled_calls(name, monkeypatch):
     (options,) = given
     assert (options["backend"] == "inductor") == (name == "host SDPA") and options["fullgraph"]
     assert options["options"].get("cpp_wrapper", False) == name.endswith("cpp_wrapper")
-    assert options["options"].get("sage.training") == ("g" if "training" in name else None)
+    assert options["options"].get("sage.training") == (
+        "fp8-backward" if "training" in name else None
+    )
     if "training" not in name:
         assert options["options"].get("sage.force", False) == ("sage" in name)
     assert timed.out.shape == (1, 2, 64, 64)

@@ -26,7 +26,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from sage_inductor import Policy, options, patterns
+from sage_inductor import Policy, diagnose, names, options, patterns
 from sage_inductor import settings as asked_for
 from sage_inductor.choose import cost, families, tables, timing
 from sage_inductor.choose.candidates import recipes_of
@@ -1056,11 +1056,12 @@ def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard():
     assert shape_env.guards  # the table's
 
 
-@pytest.mark.parametrize("old, new", recipes.ALIASES.items())
-def test_a_recipes_old_name_is_understood_and_reported_as_the_new_one(old, new):
-    site = decide(SHORT, recipe=old, force=True)
-    assert (site.recipe, site.reason) == (new, "forced")
-    site = decide(SHORT, policy=(Rule(old),), force=True)
-    assert site.recipe == new
-    with pytest.warns(FutureWarning, match=f"'{old}' is called '{new}' now"):
-        options.OPTIONS["recipe"].check("sage.recipe", old)
+@pytest.mark.parametrize("old", ["sage2-8b-rows", "accurate"])
+def test_the_message_about_a_recipes_old_name_has_the_new_one(old):
+    said = f"got .*'{old}'.*: it is called '{names.RENAMED[old]}' since 0.2"
+    for ask in (
+        lambda: options.OPTIONS["recipe"].check("sage.recipe", old), lambda: Rule(old),
+        lambda: diagnose(torch.nn.Identity(), recipes=old),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            ask()

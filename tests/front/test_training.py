@@ -227,18 +227,14 @@ def test_the_setting_and_the_eager_call():
         config.training = "fp8"
 
 
-def test_the_old_name_g_works_for_one_version_more_and_warns():
-    name, x = "fp8-backward", torch.randn(1, 16, 128, requires_grad=True)
-    of_config = pytest.warns(FutureWarning, match=f"sage_inductor.config.training: 'g' .* '{name}'")
-    with of_config, config.patch(training="g"):
-        assert config.training == name
-    with pytest.warns(FutureWarning, match=f"sage.training: 'g' is called '{name}' now"):
-        torch.compile(Attention(), backend="sage", options=ASKED | {"sage.training": "g"})(x)
-    assert [site.recipe for site in sage_inductor.report()] == [name]
-    with pytest.warns(FutureWarning, match=f"'g' is called '{name}' now"):
-        assert Policy((Rule("auto", training="g"),)).rules == (Rule("auto", training=name),)
-    with pytest.warns(FutureWarning, match=f"diagnose_training: recipes: 'g' is called '{name}'"):
-        sage_inductor.diagnose_training(Attention(), loss=torch.mean, recipes=["g", "sagebwd"])
+def test_the_message_about_the_old_name_g_has_the_new_one():
+    said = "got .*'g'.*: it is called 'fp8-backward' since 0.2"
+    with pytest.raises(ValueError, match=f"config.training must be one of .*{said}"):
+        config.training = "g"
+    with pytest.raises(ValueError, match=f"rule 1: training must be one of .*{said}"):
+        Policy((Rule("auto", training="g"),))
+    with pytest.raises(ValueError, match=f"diagnose_training: recipes must be of .*{said}"):
+        sage_inductor.diagnose_training(Attention(), loss=torch.mean, recipes=["sagebwd", "g"])
 
 
 def test_a_call_that_asks_for_off_is_not_trained_in_8_bits():
