@@ -254,8 +254,8 @@ def test_config_is_what_options_override():
 def test_tools_that_put_values_in_place_for_a_test_put_them_back():
     config.recipe = "sage1"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("sage_inductor.config.config.recipe", "sage3")
-        off = mock.patch("sage_inductor.config.config.recipe", "off")
+        monkeypatch.setattr(config, "recipe", "sage3")
+        off = mock.patch.object(config, "recipe", "off")
         with mock.patch.object(config, "force", True), off:
             assert (config.recipe, config.force) == ("off", True)
         assert (config.recipe, config.force) == ("sage3", False)
