@@ -227,6 +227,18 @@ def test_arguments_of_diffusers_are_honoured(given):
         torch.testing.assert_close(lse, scores.logsumexp(-1), atol=0.02, rtol=0.01)
 
 
+@pytest.mark.parametrize("N_q", [2, 33])
+def test_a_mask_of_keys_of_diffusers_has_as_many_as_the_keys(N_q):
+    """Text that an image reads is of another length."""
+    q, k, v = (torch.randn(2, N, 2, 64) for N in (N_q, 70, 70))  # [B, N, H, D]
+    mask = torch.arange(70) < torch.tensor([[50], [20]])
+    with config.patch(emulate=True):
+        found = diffusers_attention(q, k, v, mask)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    exact = F.scaled_dot_product_attention(q, k, v, mask[:, None, None])
+    assert relative_l2(found, exact.transpose(1, 2)) < 0.1
+
+
 @pytest.mark.parametrize("name", ["softcap", "s_aux"])
 def test_what_transformers_asks_beyond_sdpa_is_refused(name):
     q = torch.randn(1, 2, 8, 64)

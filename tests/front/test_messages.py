@@ -30,6 +30,9 @@ MISTAKES = {
         r"scale must be a number, got a tensor: give scale.item\(\)"),
     "a mask of other keys": (lambda: attention(q, k, v, torch.ones(127, 128)), ValueError,
         r"attn_mask must broadcast to \[1, 2, 128, 128\], got \[127, 128\]"),
+    "a mask of other queries": (
+        lambda: attention(q[:, :, :9], k, v, torch.ones(128, 128)), ValueError,
+        r"attn_mask must broadcast to \[1, 2, 9, 128\], got \[128, 128\]"),
     "an integer mask": (lambda: attention(q, k, v, torch.ones(128, 128, dtype=torch.int32)), ValueError,
         "attn_mask must be bool or floating, got torch.int32"),
     "SageAttention's names": (lambda: attention(q, k, v, tensor_layout="NHD", sm_scale=0.1), TypeError,

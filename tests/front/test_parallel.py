@@ -1176,6 +1176,37 @@ def test_the_bytes_that_are_written_and_copied_are_counted(way, sent, copied, ca
     assert computed == pytest.approx(by_small + 2 * 2 * 200 * 1000 * 2000 / transport.FLOPS)
 
 
+@pytest.mark.parametrize(
+    "way, pairs", [("rows", 1500 * 2000), ("codes", 1500 * 2000), ("heads", 1000 * 2000)]
+)
+def test_of_a_causal_call_the_pairs_of_the_last_rank_are_counted(way, pairs):
+    """Of 2000 rows the second half sees 1500 keys a row, and half of the heads 1000."""
+    full, causal = (transfer(N=2000, H=2, is_causal=each) for each in (False, True))
+    free = Rates(*[math.inf] * 3, 0.0, math.inf)
+    saved = full.seconds(way, free) - causal.seconds(way, free)
+    left_out = 1000 * 2000 - pairs // 2
+    assert saved == pytest.approx(2 * 2 * 256 * left_out / transport.FLOPS, rel=1e-3)
+
+
+@pytest.mark.parametrize("way", transport.WRITTEN)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_ranks_are_sent_fits_what_is_asked_for(way, rank):
+    lengths, N = (70, 33), 103
+    q, k, v = (torch.randn(2, H, lengths[rank], D) for H, D in ((4, 64), (2, 64), (2, 40)))
+    memory = SimpleNamespace(
+        rank=rank, array=lambda _, shape, dtype, at: torch.zeros(shape, dtype=dtype),
+        arrive=lambda: None,
+    )  # fmt: skip
+    by = exchange.Peers(memory, lengths)
+    if way == "rows":
+        by.rows((k, v))
+    else:
+        by.heads((q, k, v))
+        by.back((torch.randn(2, 2, N, 40), torch.randn(2, 2, N, 1)))
+    asked_for = transport.Transfer.of(q, k, v, lengths, False, NAMED[RECIPE]).written(way)
+    assert by.at <= asked_for
+
+
 def test_few_channels_wait_for_exponentials():
     free = Rates(gather=math.inf, exchange=math.inf, copy=math.inf, start=0.0)
     few, some, many = (transfer(D=D).seconds("rows", free) for D in (64, 100, 128))

@@ -600,6 +600,14 @@ def test_what_a_mask_a_head_hides_from_a_group_may_be_anything(recipe):
         assert relative_l1(out[:, 2 * i : 2 * i + 2], exactly(*group, False, 0.125)[0]) < 0.1
 
 
+def test_a_key_that_one_head_of_a_group_sees_counts():
+    k, attn_mask = torch.ones(1, 2, 9, 8), torch.zeros(1, 4, 1, 9, dtype=torch.bool)
+    for head, keys in enumerate((slice(0, 3), slice(2, 5), slice(4, 7), slice(8, 9))):
+        attn_mask[:, head, :, keys] = True
+    counts = Visibility.of(attn_mask, (None, None, False), 9, 64).keys(k)
+    assert counts.tolist() == [[[1, 1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 0, 1]]]
+
+
 @pairs(recipe=RECIPES, of_each=["key", "query and key", "query and key, added"], D_v=[40, 72])
 def test_a_mask_where_v_has_a_head_dim_of_its_own(recipe, of_each, D_v):
     """What it hides from all queries may be no number."""
