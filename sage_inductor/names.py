@@ -44,7 +44,10 @@ def meant(value, valid: Sequence[str]) -> str:
 
 
 # As `one_of` without its first argument: whether an option may be this recipe, or way to train.
-check_recipe = functools.partial(one_of, (AUTO, OFF, *NAMED))
+def check_recipe(name: str, value):
+    return one_of((AUTO, OFF, *NAMED), name, value)
+
+
 check_training = functools.partial(one_of, TRAINING)
 
 

@@ -9,6 +9,8 @@ import torch
 import torch._inductor.config as inductor
 from torch._dynamo import eval_frame
 
+from sage_inductor.ops.notes import NOTES
+
 # -- which tests run ----
 
 
@@ -59,6 +61,7 @@ def fresh():
     """Every test starts from one seed and an empty Dynamo (and so an empty report)."""
     torch.manual_seed(0)
     torch._dynamo.reset()
+    NOTES.clear()  # reset does it where the report's module was imported
     if torch.__version__ < "2.13":
         # There one flag of all threads says that fullgraph=True runs. Threads that run it at once
         # leave it set: what follows a graph break is compiled no more.
