@@ -119,5 +119,6 @@ def _rewrite_call(node: torch.fx.Node, index: GraphIndex, decide, put) -> Site |
     else:
         if decision.unrepeats:
             sdpa.unrepeat(call)
+            index.settle()  # an expand of one batch, say
         call.node.meta["sage"] = "kept"
     return site

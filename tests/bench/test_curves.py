@@ -390,7 +390,7 @@ def test_copies_train_by_each_recipe(model, recipe):
         assert ours["curve"] == pytest.approx(its["curve"], rel=0.05, abs=0.05)
         assert ours["held_out"] == pytest.approx(ours["held_out_exact"], rel=0.05, abs=0.05)
         assert ours["steps"] == task.size.steps and ours["diverged"] is None
-    # Of one seed the two means over all examples may round to one number, on some processors.
+    # With one seed the two means may round to the same number, on some processors.
     assert any(ours["held_out"] != ours["held_out_exact"] for ours in found)
     assert found[0]["curve"] != found[1]["curve"]
 

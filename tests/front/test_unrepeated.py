@@ -116,15 +116,22 @@ def gpu(capability, cudnn=91900, enabled=True):
 
 
 def site_of(
-    n_q=1, D=128, dtype=torch.bfloat16, G=4, requires_grad=False, where=((9, 0),), **settings
+    n_q=1,
+    D=128,
+    dtype=torch.bfloat16,
+    G=4,
+    requires_grad=False,
+    where=((9, 0),),
+    batch=1,
+    **settings,
 ):
     """The site and the SDPA node of a call with repeated heads, on tensors of a GPU. where: what
     `gpu` is given."""
     graph = torch.fx.Graph()
     with FakeTensorMode():
         q, keys, k = (
-            torch.empty(1, heads, n, D, device="cuda", dtype=dtype)
-            for heads, n in ((8 * G, n_q), (8, 4096), (8 * G, 4096))
+            torch.empty(b, heads, n, D, device="cuda", dtype=dtype)
+            for b, heads, n in ((batch, 8 * G, n_q), (1, 8, 4096), (1, 8 * G, 4096))
         )
         mask = torch.empty(1, 1, 1, 4096, device="cuda", dtype=torch.bool)
         out = torch.empty_like(q).requires_grad_(requires_grad)
@@ -156,6 +163,13 @@ def test_on_hopper_one_query_reads_the_heads_as_they_are():
     assert rest == [0.0, False]
     assert call.kwargs == {"scale": None, "enable_gqa": True}
     assert site.decision.unrepeats
+
+
+def test_one_cache_for_all_batches_is_expanded_and_stays_so():
+    site, call = site_of(batch=2)
+    assert site.decision.unrepeats
+    assert [x.target for x in call.args[1:3]] == [torch.ops.aten.expand.default] * 2
+    call.graph.lint()
 
 
 @pytest.mark.parametrize(
