@@ -1,4 +1,4 @@
-"""Calls of the opaque ops, as their Python plans them and as fake_driver.h writes them down."""
+"""Calls of the ops of kernels, as their Python plans them and as fake_driver.h writes them down."""
 
 import ctypes
 import dataclasses
@@ -18,14 +18,12 @@ from noted import H200
 
 from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import TensorArgument
-from sage_inductor.ops.attention import select, tiles
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation
 from sage_inductor.ops.formats import pad_head_dim
-from sage_inductor.ops.quantize import op as preparation
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import launched_lse
-from sage_inductor.ops.training import rowscaled
+from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.visibility import BlockLists
 
 FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
@@ -224,7 +222,7 @@ def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
     label = Labels(
         {x.untyped_storage()._cdata: k for k, x in given.items() if isinstance(x, torch.Tensor)}
     )
-    found = launch(given, run, H200._replace(processors=processors))
+    found = launch(run, H200._replace(processors=processors), *given.values())
     outputs = [(describe(x), list(x.shape), list(x.stride()), KINDS[x.dtype]) for x in found]
     made = {name: size for name, size in sizes.items() if name.startswith("made")}
     views = {name: (label.seen.get(of), byte) for name, (of, byte) in views.items()}
@@ -288,7 +286,7 @@ def attention(
     dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None,
     lists: tuple = (), **given,
 ) -> dict:  # fmt: skip
-    """The arguments of attention_opaque. lists: of blocks of 128, for each head or for all."""
+    """The arguments of attention. lists: of blocks of 128, for each head or for all."""
     r, f = NAMED[recipe], Facts.of
     H_q, H_kv = map(f, heads)
     D_v = D_v or D
@@ -337,7 +335,7 @@ def quantize(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, D_v: int | None = None, heads: int = 16,
     layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16, recipe: str = FP8,
 ) -> dict:  # fmt: skip
-    """The arguments of quantize_kv_opaque. D_v 0: k alone."""
+    """The arguments of quantize_kv. D_v 0: k alone."""
     f, one = Facts.of, Facts.of(1)
     k, v = ((B, f(heads), N_kv, f(n)) for n in (D, D if D_v is None else D_v))
     shown = {"batch": (B, one, N_kv), "one": (one, one, N_kv), "all": (B, f(heads), N_kv)}
@@ -465,13 +463,17 @@ def call_of(name: str, N: int, B: int = 2) -> dict:
     return known(arguments(name, *map(Facts.of, (B, N, N))))
 
 
+def op_of(name: str):
+    of_training = "rowscaled_backward" if "backward" in name else "rowscaled"
+    ofs = (
+        (ATTENTION, "attention"), (QUANTIZE, "quantize_kv"), (TRAINED, of_training),
+        (CORRECTED, "unsmoothed_lse"),
+    )  # fmt: skip
+    return getattr(torch.ops.sage, next(op for names, op in ofs if name in names)).default
+
+
 def launch_of(name: str):
-    if name in TRAINED:
-        backward = "backward" in name
-        return rowscaled.launched_backward if backward else rowscaled.launched
-    if name in CORRECTED:
-        return launched_lse
-    return select.launched if name in ATTENTION else preparation.launched
+    return LAUNCHES[op_of(name)]
 
 
 def drawn(name: str, rng: random.Random) -> tuple[dict, int]:
