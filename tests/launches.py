@@ -385,6 +385,31 @@ def correct(
     return {"lse": lse, "q": q, "k_mean": k_mean, "scale": -(D**-0.5)}
 
 
+def prepare(
+    B: Facts, N_q: Facts, N_kv: Facts, D: int, op: str, heads: int = 16, layout: str = "bnhd",
+    visible: bool = False, two: bool = False, recipe: str = "sage2-8b", along_n: bool = False,
+) -> dict:  # fmt: skip
+    """The arguments of an op that prepares k or v, or selects blocks of 128 keys."""
+    f = Facts.of
+    of = B, f(heads), N_kv, f(D)
+    x = tensor(torch.bfloat16, of, strides(layout, of))
+    mean = contiguous(torch.float32, B, f(heads), f(D))
+    rows = contiguous(torch.uint8, B, f(1), N_kv) if visible else None
+    blocks = (N_kv + f(127)) // f(128)
+    text, of_rows = NAMED[recipe].encode(), (B, f(heads), N_q)
+    scores = contiguous(torch.float32, *of_rows, blocks)
+    return {
+        "smooth": {"x": x, "other": x if two else None, "visible": rows, "keep": 1 - two},
+        "quantize_k": {"k": x, "k_mean": mean, "recipe": text, "visible": rows},
+        "quantize_v": {"v": x, "v_mean": mean, "v_amax": mean, "recipe": text, "saturate": visible},
+        "quantize_nvfp4": {
+            "x": x, "mean": mean, "amax": mean, "along_n": along_n, "saturate": visible,
+        },
+        "pool_blocks": {"x": x, "shift": mean if two else None, "block": 128},
+        "largest": {"scores": scores, "counts": contiguous(torch.int32, *of_rows)},
+    }[op]  # fmt: skip
+
+
 ANY, SHORT = Facts(1, math.inf), Facts(1, 32768)
 CAUSAL = {"right": 0}
 ATTENTION = {  # name -> B, N, the others of `attention`
@@ -448,12 +473,29 @@ CORRECTED = {
     "lse": (Facts(1, 64), SHORT, dict(D=128, heads=(32, 8))),
     "lse_72": (Facts(1, 64), SHORT, dict(D=72, heads=(5, 5), layout="every_other")),
 }
-CALLS = ATTENTION | QUANTIZE | TRAINED | CORRECTED
+PREPARED = {
+    "smooth": (Facts(1, 64), ANY, dict(op="smooth", D=128)),
+    "smooth_two": (Facts(1, 64), SHORT, dict(op="smooth", D=72, heads=5, two=True, layout="apart")),
+    "smooth_rows": (Facts(1, 64), SHORT, dict(op="smooth", D=128, two=True, visible=True)),
+    "only_k": (Facts(1, 64), ANY, dict(op="quantize_k", D=128, layout="chunked")),
+    "only_k_4": (Facts(1, 64), SHORT, dict(op="quantize_k", D=80, recipe="sage2-4b", visible=True)),
+    "only_v": (Facts(1, 64), SHORT, dict(op="quantize_v", D=128, visible=True)),
+    "fp4_k": (Facts(1, 64), SHORT, dict(op="quantize_nvfp4", D=128)),
+    "fp4_v": (Facts.of(2), ANY, dict(op="quantize_nvfp4", D=72, along_n=True, visible=True)),
+    "pool": (Facts(1, 64), SHORT, dict(op="pool_blocks", D=128, layout="every_other")),
+    "pool_less": (Facts(1, 64), ANY, dict(op="pool_blocks", D=64, two=True)),
+    "largest": (Facts(1, 64), SHORT, dict(op="largest", D=64)),
+}
+PACKAGED = ATTENTION | QUANTIZE | CORRECTED | PREPARED
+CALLS = PACKAGED | TRAINED
 LENGTHS = 1, 2, 5, 77, 128, 1000, 2047, 2048, 3584, 6143, 6144, 16000
 
 
 def arguments(name: str, *sizes: Facts) -> dict:
-    ofs = (ATTENTION, attention), (QUANTIZE, quantize), (TRAINED, train), (CORRECTED, correct)
+    ofs = (
+        (ATTENTION, attention), (QUANTIZE, quantize), (TRAINED, train), (CORRECTED, correct),
+        (PREPARED, prepare),
+    )  # fmt: skip
     of = next(of for names, of in ofs if name in names)
     return of(*sizes, **CALLS[name][2])
 
@@ -469,7 +511,8 @@ def op_of(name: str):
         (ATTENTION, "attention"), (QUANTIZE, "quantize_kv"), (TRAINED, of_training),
         (CORRECTED, "unsmoothed_lse"),
     )  # fmt: skip
-    return getattr(torch.ops.sage, next(op for names, op in ofs if name in names)).default
+    op = PREPARED[name][2]["op"] if name in PREPARED else next(op for x, op in ofs if name in x)
+    return getattr(torch.ops.sage, op).default
 
 
 def launch_of(name: str):

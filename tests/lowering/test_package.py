@@ -22,6 +22,7 @@ from launches import (
     ALIGNED,
     ATTENTION,
     LENGTHS,
+    PACKAGED,
     PROCESSORS,
     QUANTIZE,
     SHARED,
@@ -119,7 +120,7 @@ class Library(calls.Cpp):
 def library(tmp_path_factory):
     functions = {
         name: record(name, launch_of(name), arguments(name, B, N, N), H200)
-        for name, (B, N, _) in (ATTENTION | QUANTIZE).items()
+        for name, (B, N, _) in PACKAGED.items()
     }
     return Library(library_of(tmp_path_factory.mktemp("library"), functions), functions)
 
@@ -127,7 +128,7 @@ def library(tmp_path_factory):
 # -- equal ----
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE])
+@pytest.mark.parametrize("name", PACKAGED)
 def test_cpp_launches_what_python_launches(name, library, monkeypatch):
     rng, reached = random.Random(name), set()
     # A bound that hides nothing is dropped where the lengths are known: in C++ they are not.
@@ -151,7 +152,9 @@ def test_recorded_functions_are_short_and_have_every_kernel_of_their_ops(library
     assert kernels == {
         "_hopper_kernel", "_attention_kernel", "_combine_kernel", "_pack_mask_kernel",
         "_list_tiles_kernel", "_rank_tiles_kernel", "_estimate_kernel", "_quantize_k_kernel",
-        "_quantize_kv_kernel", "quantize_v_again_kernel",
+        "_quantize_kv_kernel", "quantize_v_again_kernel", "_partial_kernel", "_final_kernel",
+        "_quantize_v_kernel", "_quantize_kernel", "_pool_kernel", "_largest_kernel",
+        "_unsmooth_kernel",
     }  # fmt: skip
 
 

@@ -19,13 +19,9 @@ import launches as calls
 import pytest
 import torch
 from launches import (
-    ATTENTION,
-    CORRECTED,
     KINDS,
     PROCESSORS,
-    QUANTIZE,
     SHARED,
-    TRAINED,
     Labels,
     Tensor,
     call_of,
@@ -142,7 +138,7 @@ class Site:
         return found._replace(made={})  # of one tensor these are parts
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, *TRAINED, *CORRECTED])
+@pytest.mark.parametrize("name", calls.CALLS)
 def test_cpp_launches_what_python_launched(name, module, monkeypatch):
     rng = random.Random(name)
     for _ in range(60 if has_every_variant() else 30):
