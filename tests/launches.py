@@ -293,10 +293,22 @@ def attention(
     N_pad = (N_kv + f(127)) // f(128) * f(128)
     shape = B, H_q, N_q, f(D)
     groups = f(r.sharing.k_groups)
-    k = contiguous(torch.int8, B, H_kv, N_pad, f(pad_head_dim(D)))
+    width = f(pad_head_dim(D))
+    k = contiguous(r.of_qk.dtype, B, H_kv, N_pad, width // f(r.of_qk.packed))
     k_scale = contiguous(torch.float32, B, H_kv, N_pad // f(64), groups)
     v_scale = v_mean = attn_mask = tile_summary = None
-    if r.pv == "fp8":
+    if r.of_qk.smooths_q:
+        count = (N_q + f(255)) // f(128)
+        for name, n in ("q_mean", f(D)), ("delta", N_pad):
+            given[name] = contiguous(torch.bfloat16, B, H_q, count, n)
+    if r.pv == "nvfp4":
+        k_scale = contiguous(torch.float32, B, H_kv)
+        of_v = f(pad_head_dim(D_v))
+        codes = contiguous(torch.uint8, B, H_kv, of_v, N_pad // f(2))
+        given["k_blocks"] = contiguous(torch.uint8, B, H_kv, N_pad, width // f(16))
+        given["v_blocks"] = contiguous(torch.uint8, B, H_kv, of_v, N_pad // f(16))
+        v_scale = v_mean = contiguous(torch.float32, B, H_kv, f(D_v))
+    elif r.pv == "fp8":
         codes = contiguous(torch.float8_e4m3fn, B, H_kv, f(pad_head_dim(D_v)), N_pad)
         v_scale = v_mean = contiguous(torch.float32, B, H_kv, f(D_v))
     else:
@@ -441,6 +453,8 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "lists": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads", "heads"))),
     "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
     "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
+    "int4": (Facts(1, 64), SHORT, dict(recipe="sage2-4b", D=128, q="chunked", **CAUSAL)),
+    "fp4": (Facts(1, 64), SHORT, dict(recipe="sage3", D=72, heads=(10, 5), mask="rows")),
 }  # fmt: skip
 QUANTIZE = {
     "kv": (Facts(1, 64), SHORT, dict(D=128)),
