@@ -965,6 +965,14 @@ UNREAD = {
     "one head by mm": (
         lambda q, k, v: torch.mm(torch.mm(q[0, 0], k[0, 0].t()).softmax(-1), v[0, 0]),
         "q, k and v must have 3 or 4 dimensions"),
+    "one head by tensordot": (
+        lambda q, k, v: torch.tensordot(
+            torch.tensordot(q[0, 0], k[0, 0], dims=([-1], [1])).softmax(-1), v[0, 0], 1),
+        "q, k and v must have 3 or 4 dimensions"),
+    "rolled scores by tensordot": (
+        lambda q, k, v: torch.tensordot(
+            torch.tensordot(q[0, 0], k[0, 0].T, 1).roll(1, -1).softmax(-1), v[0, 0], 1),
+        "read: `roll` between"),
     "two": (scored(lambda s: s.roll(1, -1), lambda p: p.flip(-1)), "`roll`, `flip`"),
 }  # fmt: skip
 
