@@ -184,7 +184,7 @@ FallbackKernel = _take("torch._inductor.ir:FallbackKernel", without="as add_layo
 TensorBox = _take("torch._inductor.ir:TensorBox", without="as add_layout_constraint")
 handles_of = _take("torch._C:_aoti.unsafe_alloc_void_ptrs_from_tensors",
     optional=True,
-    without="opaque ops in compiled models are submitted by Python, five times as slowly")
+    without="calls in compiled models are submitted by Python, five times as slowly")
 tensors_of = _take("torch._C:_aoti.alloc_tensors_by_stealing_from_void_ptrs",
     without="as handles_of", optional=True)
 c_functions = _take("torch:_C.__file__", without="as handles_of", optional=True)
@@ -196,7 +196,7 @@ exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled"
     without="torch.export opens sage::sdpa, and a program holds kernels instead of the op")
 AsyncCompile = _take("torch._inductor.async_compile:AsyncCompile",
     optional=True,
-    without="the kernels of opaque ops compile where they are first launched, one after the other")
+    without="kernels compile where they are first launched, one after the other")
 fused_sdp_choice = _take("torch:_fused_sdp_choice",
     optional=True, without="doctor does not name the backend that SDPA runs")
 DispatchKey = _take("torch._C:DispatchKey", without="autocast has no rule for our ops")

@@ -1,5 +1,5 @@
-"""The kernels of opaque ops compile while Inductor works on the graph around them: in its
-processes (compile.py), as what is noted of the ops' own Python on tensors without memory."""
+"""Kernels compile while Inductor works on the graph around their ops: in its processes
+(compile.py), as what is noted of the ops' own Python on tensors without memory."""
 
 import functools
 import threading
