@@ -19,9 +19,9 @@ class AttentionCall(NamedTuple):
     """Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v)."""
 
     q: Tensor  # [B, H_q, N_q, D], any strides
-    k: Tensor  # codes, as Prepared.k
-    k_scale: Tensor
-    v: Tensor  # codes, as Prepared.v, or 16-bit [B, H_kv, N_kv, D_v], any strides
+    k: Tensor  # codes, as Prepared.k; of `unprepared` [B, H_kv, N_kv, D], any strides
+    k_scale: Tensor | None  # None: the op prepares k and v
+    v: Tensor  # codes, as Prepared.v, or as it came: [B, H_kv, N_kv, D_v], any strides
     scale: float  # of the softmax
     n_kv: int  # keys without padding
     recipe: str  # Recipe.encode()
@@ -44,6 +44,22 @@ class AttentionCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
+    visible: Tensor | None = None  # Visibility.keys, where the op prepares k and v
+
+    @classmethod
+    def unprepared(
+        cls, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, recipe: Recipe,
+        out_bnhd: bool, warpgroups: int | None,
+    ) -> "AttentionCall":  # fmt: skip
+        """Of k and v as they come, for a recipe whose granularity is prepared in one pass."""
+        return cls(
+            q, k, None, v, scale, k.shape[2], recipe.encode(), out_bnhd, *visibility[:5],
+            None, None, None, None, None, None, warpgroups, *visibility.blocks, visibility.keys(k),
+        )  # fmt: skip
+
+    def with_prepared(self, p: Prepared) -> "AttentionCall":
+        v = self.v if p.v is None else p.v
+        return self._replace(k=p.k, k_scale=p.k_scale, v=v, v_scale=p.v_scale, v_mean=p.v_mean)
 
     @classmethod
     def of(
@@ -101,6 +117,14 @@ class AttentionCall(NamedTuple):
 
     def empty_outputs(self) -> tuple[Tensor, Tensor]:
         return empty_outputs(self.q, self.head_dim_v, self.out_bnhd)
+
+    def fake(self) -> list[Tensor]:
+        """What the op gives, without memory."""
+        found = [*self.empty_outputs()]
+        if self.k_scale is None:
+            B, H, _, D = self.k.shape
+            found.append(self.k.new_empty((B, H, D), dtype=torch.float32))
+        return found
 
     def mask_arguments(self, block_m: int) -> tuple:
         """(Mask, Seen), their strides, MASK and ADDITIVE, as kernels with tiles of block_m rows of

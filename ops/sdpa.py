@@ -11,8 +11,8 @@ In nvfp4 k and v are quantize_nvfp4's; and 4 bits have a smooth q:
 
     q_mean, delta          = smooth_q(q, k, k_mean)              which attention reads besides
 
-Where statistics are estimated, one op, quantize_kv, takes the place of the middle three. Calls that
-share k and v can share what is made of them alone: ``sage::prepare`` returns it.
+Where statistics are estimated, the attention op prepares k and v itself; quantize_kv does it apart.
+Calls that share k and v can share what is made of them alone: ``sage::prepare`` returns it.
 Eager runs this composition, and Inductor gets it (`opens`). The gradient is exact attention's,
 recomputed in the inputs' own precision.
 
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_inductor.ops import compat
 from sage_inductor.ops.attention.select import Problem, attention, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
@@ -233,21 +234,23 @@ def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
 
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse of the smoothed keys, and k_mean."""
-    inputs, k_mean = kernel_inputs(call)
-    return *attention(*inputs), k_mean
-
-
-def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor]:
-    """What the attention op takes, and k_mean."""
+    """out, lse of the smoothed keys, and k_mean: by one op where one pass prepares k and v, unless
+    they are prepared, or Inductor may do that of constants."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
-    q, k, v = call.q, call.k, call.v
-    visibility = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
-    prepared = Prepared(*call.prepared) if call.prepared else prepare(k, v, visibility, recipe)
-    inputs = attention_call(
-        q, k, v, prepared, visibility, call.scale, recipe, call.out_bnhd, call.warpgroups
-    )
-    return inputs, prepared.k_mean
+    q, k, v, how = call.q, call.k, call.v, (call.out_bnhd, call.warpgroups)
+    seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
+    if recipe.sharing.one_pass and not call.prepared and not compat.folds_constants():
+        of = q, k, _read(v, recipe), seen, call.scale, recipe, *how
+        return tuple(attention(*AttentionCall.unprepared(*of)))
+    prepared = Prepared(*call.prepared) if call.prepared else prepare(k, v, seen, recipe)
+    inputs = attention_call(q, k, v, prepared, seen, call.scale, recipe, *how)
+    return *attention(*inputs), prepared.k_mean
+
+
+def _read(v: Tensor, recipe: Recipe) -> Tensor:
+    """v as kernels read it: fp32 that is not quantized in 16 bits."""
+    is_wide = recipe.of_pv.dtype is None and v.dtype == torch.float32
+    return v.bfloat16() if is_wide else v
 
 
 def attention_call(
@@ -259,11 +262,10 @@ def attention_call(
     of_q = (None, None)
     if recipe.of_qk.smooths_q:
         of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k))
-    if prepared.v is None and v.dtype == torch.float32:
-        v = v.bfloat16()
     return AttentionCall.of(
-        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, warpgroups
-    )
+        q, prepared, _read(v, recipe), visibility, scale, k.shape[2], recipe, out_bnhd, of_q,
+        warpgroups,
+    )  # fmt: skip
 
 
 def _unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> list[Tensor]:

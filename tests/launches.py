@@ -284,9 +284,10 @@ def contiguous(dtype: torch.dtype, *shape: Facts):
 def attention(
     B: Facts, N_q: Facts, N_kv: Facts, recipe: str, D: int, heads=(16, 16), D_v: int | None = None,
     dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None,
-    lists: tuple = (), **given,
+    lists: tuple = (), prepared: bool = True, **given,
 ) -> dict:  # fmt: skip
-    """The arguments of attention. lists: of blocks of 128, for each head or for all."""
+    """The arguments of attention. lists: of blocks of 128, for each head or for all. prepared: k and
+    v are."""
     r, f = NAMED[recipe], Facts.of
     H_q, H_kv = map(f, heads)
     D_v = D_v or D
@@ -335,6 +336,12 @@ def attention(
         ]
         names = BlockLists(*tensors, *[None] * (4 - len(tensors)), 128, 128)
         given |= names._asdict()
+    if not prepared:
+        k, codes = (
+            tensor(dtype, x, strides(v, x)) for x in ((B, H_kv, N_kv, f(n)) for n in (D, D_v))
+        )
+        k_scale = v_scale = v_mean = None
+        given["visible"] = contiguous(torch.uint8, B, f(1), N_kv) if mask else None
     call = AttentionCall(
         tensor(dtype, shape, strides(q, shape)), k, k_scale, codes, D**-0.5,
         N_kv, r.encode(), v_scale=v_scale, v_mean=v_mean,
@@ -453,6 +460,11 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "lists": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads", "heads"))),
     "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
     "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
+    "all": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, prepared=False, v="chunked")),
+    "all_72": (Facts(1, 64), SHORT, dict(recipe=FP8, D=72, heads=(10, 5), prepared=False, mask="keys")),
+    "all_b16": (
+        Facts(1, 64), SHORT, dict(recipe="sage1-rotated", D=64, prepared=False, out_bnhd=True, **CAUSAL),
+    ),
     "int4": (Facts(1, 64), SHORT, dict(recipe="sage2-4b", D=128, q="chunked", **CAUSAL)),
     "fp4": (Facts(1, 64), SHORT, dict(recipe="sage3", D=72, heads=(10, 5), mask="rows")),
 }  # fmt: skip

@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
-from sage_inductor.ops import gpus
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.launch import HAS_PDL, run
+from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
-from sage_inductor.ops.quantize.one_pass import launch_kv
+from sage_inductor.ops.quantize.one_pass import launch_kv, overlaps
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import empty_v, launch_v
 from sage_inductor.ops.recipe import decode
@@ -49,8 +48,7 @@ def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str, saturate:
 
 
 def _launch_kv(run, gpu, k, v, visible, recipe) -> list[Tensor]:
-    pdl = HAS_PDL and gpus.capability(gpu) == (9, 0)  # never run on later ones
-    return launch_kv(k, v, visible, decode(recipe), run, pdl).tensors()
+    return launch_kv(k, v, visible, decode(recipe), run, overlaps(gpu)).tensors()
 
 
 @launched_by(_launch_kv, lambda k, v, _, recipe: empty_kv(k, v, recipe).tensors())

@@ -299,9 +299,7 @@ def test_nothing_is_compiled_ahead_for_a_package_or_that_is_not_known(what, h200
             args[0] = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
     with virtualized.set_aot_compilation(what == "for a package"):
         trace(SdpaCall(*args))
-    names = {kernel.__name__ for kernel, *_ in h200}
-    assert not names.intersection(("_hopper_kernel", "_attention_kernel"))
-    assert bool(names) == (what == "unknown")  # k and v are known
+    assert not h200
 
 
 def training_calls(device, N=300, D=64) -> dict:

@@ -36,7 +36,7 @@ from sage_inductor.ops.recipe import NAMED, Recipe, decode
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.sdpa import SdpaCall, compose
+from sage_inductor.ops.sdpa import SdpaCall, attend, compose
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
@@ -514,6 +514,41 @@ def test_the_tile_of_a_recipe_reaches_the_op_of_kernels(monkeypatch):
         return AttentionCall(*node.args).warpgroups
 
     assert [told(n) for n in (0, 2, 3, None)] == [0, 2, 3, None]
+
+
+def test_a_call_is_one_op_of_kernels_unless_k_and_v_are_prepared_apart(monkeypatch):
+    """For other calls, or once for all, where Inductor folds constants."""
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
+    inputs = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
+
+    def ops(recipe, freezing=False, shared=False) -> list[str]:
+        def run(q, k, v):
+            parts = torch.ops.sage.prepare(k, v, None, given.recipe, False) if shared else []
+            return attend(given._replace(q=q, k=k, v=v, prepared=parts))[0]
+
+        given = SdpaCall(*arguments(*inputs, recipe=recipe))
+        with torch._inductor.config.patch(freezing=freezing):
+            graph = make_fx(run)(*inputs).graph
+        names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        return [name.split(".")[1] for name in names if name.startswith("sage.")]
+
+    assert ops("sage2-8b-per-token") == ["attention"] == ops("sage1-rotated")
+    assert ops("sage2-8b-per-token", freezing=True) == ["quantize_kv", "attention"]
+    assert ops("sage2-8b-per-token", shared=True) == ["prepare", "attention"]
+    assert ops("sage2-8b") == ["smooth", "quantize_k", "quantize_v", "attention"]
+
+
+@pytest.mark.parametrize("recipe", ["sage2-8b-per-token", "sage1-per-token", "sage2-8b-rotated"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_one_op_prepares_is_what_two_prepare(recipe, masked):
+    attn_mask = torch.rand(2, 1, 65, 70) > 0.5 if masked else None
+    found = sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask)
+    parts = torch.ops.sage.prepare(k, v, attn_mask, NAMED[recipe].encode(), False)
+    apart = sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask, prepared=parts)
+    assert all(map(torch.equal, found, apart))
+    seen = Visibility.of(attn_mask, (None, None, False), 70, 128)
+    a = AttentionCall.unprepared(q, k, v, seen, 0.1, NAMED[recipe], True, None)
+    torch.library.opcheck(attention, tuple(a), test_utils=CHEAP)
 
 
 @pytest.mark.parametrize("portable", [False, True])
