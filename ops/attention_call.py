@@ -37,6 +37,7 @@ class AttentionCall(NamedTuple):
     v_blocks: Tensor | None = None
     q_mean: Tensor | None = None  # [B, H_q, T, D] and delta [B, H_q, T, N_pad] of `smooth_q`, where
     delta: Tensor | None = None  # q is smoothed
+    visible: Tensor | None = None  # Visibility.keys, where the op prepares k and v
     warpgroups: int | None = None  # a schedule: see select.py; it changes speed, not the result
     kv_num_blocks: Tensor | None = None  # BlockLists' six, contiguous
     kv_indices: Tensor | None = None
@@ -44,7 +45,6 @@ class AttentionCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
-    visible: Tensor | None = None  # Visibility.keys, where the op prepares k and v
 
     @classmethod
     def unprepared(
@@ -54,7 +54,7 @@ class AttentionCall(NamedTuple):
         """Of k and v as they come, for a recipe whose granularity is prepared in one pass."""
         return cls(
             q, k, None, v, scale, k.shape[2], recipe.encode(), out_bnhd, *visibility[:5],
-            None, None, None, None, None, None, warpgroups, *visibility.blocks, visibility.keys(k),
+            visible=visibility.keys(k), warpgroups=warpgroups, **visibility.blocks._asdict(),
         )  # fmt: skip
 
     def with_prepared(self, p: Prepared) -> "AttentionCall":
@@ -71,7 +71,7 @@ class AttentionCall(NamedTuple):
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
             out_bnhd, *visibility[:5], p.v_scale, p.v_mean, p.k_blocks, p.v_blocks, *of_q,
-            warpgroups, *visibility.blocks,
+            None, warpgroups, *visibility.blocks,
         )  # fmt: skip
 
     @property
@@ -84,7 +84,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def blocks(self) -> BlockLists:
-        return BlockLists(*(getattr(self, name) for name in BlockLists._fields))
+        return BlockLists(*self[-len(BlockLists._fields) :])
 
     @property
     def scale_of_codes(self) -> float:
