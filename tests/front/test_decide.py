@@ -175,6 +175,13 @@ def test_a_mask_that_does_not_broadcast_or_has_another_dtype_is_refused(
     assert site.rewritten or f"attn_mask must {reason}" in site.reason
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_mask_on_another_device_is_refused(device, monkeypatch):
+    monkeypatch.setitem(MASKS, "there", lambda B, N: torch.empty(N, N, device=device))
+    reason = decide((2, 4, 4, 300, 64), "there", force=True).reason
+    assert reason.startswith("the device must be cuda (or cpu, emulated), got ") and device in reason
+
+
 @pytest.mark.parametrize("ms, recipe", [(0.95, "sage2-8b-rotated"), (0.85, "sage2-8b")])
 def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, monkeypatch):
     known(monkeypatch, table(recipes=("sage2-8b-rotated", "sage2-8b")))

@@ -8,6 +8,7 @@ in float64 (1e-5 in float32). Update the golden graphs with EXPECTTEST_ACCEPT=1.
 import copy
 import functools
 import inspect
+import operator
 import re
 
 import pytest
@@ -383,6 +384,14 @@ def static_keys(module, x):
     )[0]  # fmt: skip
 
 
+def static_values(module, x):
+    return F.multi_head_attention_forward(
+        x, x, x, E, H, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
+        module.out_proj.weight, module.out_proj.bias, static_v=torch.zeros(B * H, L, E // H),
+        need_weights=False,
+    )[0]  # fmt: skip
+
+
 def per_sample(module, x):
     return torch.func.vmap(lambda x: module(x, x, x)[0])(x[None])
 
@@ -396,6 +405,7 @@ REFUSED = {
     used_weights: "the attention weights are used",
     only_weights: "the output is not used",
     static_keys: "static_k and static_v are not supported",
+    static_values: "static_k and static_v are not supported",
     per_sample: "inside a torch.func transform",
 }
 
@@ -408,7 +418,12 @@ def test_what_is_refused_stays_as_it_was_and_says_why(function):
     torch.testing.assert_close(out, function(module, x))
 
 
-def test_a_tuple_that_is_passed_on_is_refused():
+@pytest.mark.parametrize(
+    "reads_out, reason",
+    [(False, "the output is not used, or as one with the attention weights"),
+     (True, "(out, weights) is used as a tuple, by output")],
+)  # fmt: skip
+def test_a_tuple_that_is_passed_on_is_refused(reads_out, reason):
     graph = torch.fx.Graph()
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
         module = nn.MultiheadAttention(E, H)
@@ -423,10 +438,14 @@ def test_a_tuple_that_is_passed_on_is_refused():
         (x, x, x, E, H, w, None, None, None, False, 0.0, w_out, None),
     )
     mha.meta["example_value"] = (values[0], None)
-    graph.output(mha)
-    before = str(graph)
-    call = find(mha, GraphIndex(graph))
-    assert str(call.refused) == "the output is not used, or as one with the attention weights"
+    out = mha
+    if reads_out:
+        out = graph.call_function(operator.getitem, (mha, 0))
+        out.meta["example_value"] = values[0]
+    graph.output((out, mha))
+    before, index = str(graph), GraphIndex(graph)
+    assert str(find(out, index).refused) == reason
+    index.undo()
     assert str(graph) == before
 
 

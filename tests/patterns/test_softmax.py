@@ -772,6 +772,8 @@ REFUSED = {
     "softmax over another dimension": (scored(dim=2), "softmax is over dimension 2 of 4"),
     "sum over the queries": (
         lambda q, k, v: torch.einsum("bhqk,bhqd->bhkd", (q @ k.mT).softmax(-1), v), r"the weights are not \[..., N_q, N_k\] in both"),
+    "heads are summed": (
+        lambda q, k, v: torch.einsum("bhij,bhjd->bid", (q @ k.mT).softmax(-1), v), r"a product is not \[\*batch, N, D\]"),
     "mask before the scale": (
         lambda q, k, v: ((q @ k.mT + BIAS) * 0.25).softmax(-1) @ v, "a mask is applied before the scale"),
     "negative scale of a mask": (
