@@ -179,7 +179,8 @@ def test_a_mask_that_does_not_broadcast_or_has_another_dtype_is_refused(
 def test_a_mask_on_another_device_is_refused(device, monkeypatch):
     monkeypatch.setitem(MASKS, "there", lambda B, N: torch.empty(N, N, device=device))
     reason = decide((2, 4, 4, 300, 64), "there", force=True).reason
-    assert reason.startswith("the device must be cuda (or cpu, emulated), got ") and device in reason
+    assert reason.startswith("the device must be cuda (or cpu, emulated), got ")
+    assert device in reason
 
 
 @pytest.mark.parametrize("ms, recipe", [(0.95, "sage2-8b-rotated"), (0.85, "sage2-8b")])
