@@ -301,10 +301,15 @@ def test_a_mask_that_is_another_sum_than_merge_masks(sum_of):
         torch.testing.assert_close(out, layer(x, None, sum_of(PADDED.float())))
 
 
-def test_a_float_mask_written_after_it_was_bool_stays_float():
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_float_mask_written_before_or_after_it_was_bool_stays_float(when):
     def forward(module, x, hidden):
-        mask = torch.zeros_like(hidden, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
-        mask[0] = 2 * x[0, 0, 0]
+        mask = torch.zeros_like(hidden, dtype=x.dtype)
+        if when == "before":
+            mask[:, 0] = 2 * x[0, 0, 0]
+        mask = mask.masked_fill_(hidden, -torch.inf)
+        if when == "after":
+            mask[0] = 2 * x[0, 0, 0]
         return module(x, x, x, attn_mask=mask)
 
     class Written(nn.MultiheadAttention):
@@ -418,12 +423,7 @@ def test_what_is_refused_stays_as_it_was_and_says_why(function):
     torch.testing.assert_close(out, function(module, x))
 
 
-@pytest.mark.parametrize(
-    "reads_out, reason",
-    [(False, "the output is not used, or as one with the attention weights"),
-     (True, "(out, weights) is used as a tuple, by output")],
-)  # fmt: skip
-def test_a_tuple_that_is_passed_on_is_refused(reads_out, reason):
+def graph_of_mha(heads_given: bool) -> torch.fx.Node:
     graph = torch.fx.Graph()
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
         module = nn.MultiheadAttention(E, H)
@@ -433,11 +433,27 @@ def test_a_tuple_that_is_passed_on_is_refused(reads_out, reason):
         node.meta["example_value"] = (
             mode.from_tensor(value) if type(value) is nn.Parameter else value
         )
+    heads = graph.placeholder("heads")
+    heads.meta["example_value"] = H
     mha = graph.call_function(
         F.multi_head_attention_forward,
-        (x, x, x, E, H, w, None, None, None, False, 0.0, w_out, None),
+        (x, x, x, E, heads if heads_given else H, w, None, None, None, False, 0.0, w_out, None),
     )
     mha.meta["example_value"] = (values[0], None)
+    return mha
+
+
+@pytest.mark.parametrize(
+    "reads_out, heads_given, reason",
+    [(False, False, "the output is not used, or as one with the attention weights"),
+     (True, False, "(out, weights) is used as a tuple, by output"),
+     (True, True, "num_heads must be known when compiling, got heads")],
+)  # fmt: skip
+def test_a_tuple_that_is_passed_on_and_heads_that_are_given_are_refused(
+    reads_out, heads_given, reason
+):
+    mha = graph_of_mha(heads_given)
+    graph, values = mha.graph, mha.meta["example_value"]
     out = mha
     if reads_out:
         out = graph.call_function(operator.getitem, (mha, 0))
