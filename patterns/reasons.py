@@ -97,9 +97,8 @@ FROM_LENGTH = Cause("no known gain: {} wins from N={} (sage.force=True overrides
     "N < {1}")
 LISTS_FROM_LENGTH = Cause("no known gain: {} by block lists wins from N={}", _TOO_SHORT, "N < {1}")
 TOO_SHORT = Cause("no known gain: a call with fewer than {} queries or keys", _TOO_SHORT, "N < {}")
-NOT_IN_A_PACKAGE = Cause("no known gain: {} in a package was not measured{}",
-    "export with a Triton that it is tested with, or set options={'sage.force': True}",
-    "no kernel that travels was measured")
+NOT_IN_A_PACKAGE = Cause("with Triton {} no kernel can travel in a package",
+    "export with a Triton that it is tested with")
 NEVER_TUNED = Cause(
     "no known gain: {} was not measured on {}: run `python -m sage_inductor tune` there",
     "run `python -m sage_inductor tune`, leave sage.calibrate on, or set options={'sage.force': "
@@ -113,7 +112,7 @@ NOT_MEASURABLE = Cause("no known gain: {} was not measured on {}: {}",
 UNREPEATED = Cause("SDPA, heads not repeated: {} of k and v for {} of q; {}",
     "nothing to do: SDPA computes the same in less time", "SDPA, heads not repeated",
     requested=True)
-LISTS_UNMEASURED = Cause("no known gain: {} by block lists was not measured{}",
+LISTS_UNMEASURED = Cause("no known gain: {} by block lists was not measured",
     "set options={'sage.force': True}; make a causal or window BlockMask inside the compiled "
     "function")
 

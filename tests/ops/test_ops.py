@@ -3,28 +3,24 @@
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import support
 import torch
 import torch.nn.functional as F
-import triton
 from pairs import chosen, pairs, seeds
 from support import arguments, attention_call, exactly, qkv, relative_l1, relative_l2, sdpa
 from torch._dynamo.source import ConstantSource
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import assert_close
-from triton.backends.compiler import GPUTarget
 
 from sage_inductor import lowering
 from sage_inductor.ops import gpus, visibility
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import select, tiles
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import attention
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import MAX_ROWS, PV, Format, Prepared
@@ -97,7 +93,7 @@ def pieces(recipe, N_kv, rows, out_bnhd):
     q, k, v = qkv(N_kv=N_kv)
     seen = Visibility.of(torch.rand(2, 1, 65, N_kv) > 0.7, (None, 0, False), N_kv, 128)
     visible = seen.keys(k)
-    mean, amax = smooth([k, v], visible)
+    mean, amax = smooth(k, v, visible)
     text, is_fp8, rows = recipe.encode(), recipe.pv == "fp8", visible if rows else None
     if recipe.sharing.one_pass:
         yield quantize_kv, (k, v if is_fp8 else None, rows, text)
@@ -112,13 +108,11 @@ def pieces(recipe, N_kv, rows, out_bnhd):
 def test_opcheck_of_the_first_pieces(dynamic):
     utilities = (DYNAMIC,) if dynamic else CHEAP
     q, k, v = qkv()
-    for x in (k, k[:, :, ::2], k[:, :1].expand(-1, 3, -1, -1)):
-        torch.library.opcheck(torch.ops.sage.stored, (x,), test_utils=utilities)
     visible = Visibility.of(torch.rand(2, 1, 65, 70) > 0.7, (None, 0, False), 70, 128).keys(k)
-    mean, amax = smooth([k, v], visible)
-    for xs, rows in (([k, v], visible), ([k], None), ([k, v], None), ([k], visible)):
-        if not dynamic or (len(xs) == 2) == (rows is visible):
-            torch.library.opcheck(smooth, (xs, rows), test_utils=utilities)
+    mean, amax = smooth(k, v, visible)
+    for other, rows in ((v, visible), (None, None), (v, None), (None, visible)):
+        if not dynamic or (other is v) == (rows is visible):
+            torch.library.opcheck(smooth, (k, other, rows), test_utils=utilities)
     for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
         for saturate in (along_n,) if dynamic else (False, True):
             args = x, m, a, along_n, saturate
@@ -536,7 +530,7 @@ def test_sdpa_is_its_pieces(recipe):
     assert_close(lse, raw_lse + correction)
 
 
-def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
+def test_the_tile_of_a_recipe_reaches_the_op_of_kernels(monkeypatch):
     monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     with FakeTensorMode():
         inputs = [torch.empty(x.shape, device="cuda", dtype=torch.bfloat16) for x in (q, k, v)]
@@ -547,7 +541,7 @@ def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
         def run(q, k, v):
             return compose(call._replace(q=q, k=k, v=v))
 
-        op = torch.ops.sage.attention_opaque.default
+        op = torch.ops.sage.attention.default
         (node,) = make_fx(run)(*inputs).graph.find_nodes(op="call_function", target=op)
         return AttentionCall(*node.args).warpgroups
 
@@ -571,49 +565,6 @@ def test_a_tile_changes_nothing_where_it_is_not():
     found = sdpa(q, k, v, warpgroups=3, **given)
     for out, other in zip(found, sdpa(q, k, v, recipe="sage2-8b-per-token")):
         assert torch.equal(out, other)
-
-
-@chosen(
-    lambda recipe, masked: masked or recipe in ("sage1", "sage2-8b-per-token", "sage3"),
-    recipe=RECIPES,
-    masked=[False, True],
-)
-def test_what_kernels_are_given_in_a_graph(recipe, masked, monkeypatch):
-    """Each argument that a kernel writes becomes an output there: of two that are one tensor the
-    later readers get the last, written or not. So no tensor is given twice that is written. And of
-    what is not stored yet each kernel would get a copy of its own: k and v are stored first.
-    Only a GPU would show either."""
-    device = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
-    before = triton.runtime.driver._active
-    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
-    # As with a Triton of which packages do not hold opaque ops: every kernel is in the graph.
-    monkeypatch.setattr(select, "travels", lambda: False)
-    graphs = []
-
-    def grab(graph, _):
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    def call(q, k, v, attn_mask):
-        return sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask, portable=True)
-
-    q, k, v = (x.to("meta", torch.bfloat16) for x in qkv())
-    attn_mask = torch.empty(2, 1, 65, 70, dtype=torch.bool, device="meta") if masked else None
-    try:
-        triton.runtime.driver.set_active(device)
-        aot_function(call, grab)(q, k, v, attn_mask)
-    finally:
-        triton.runtime.driver._active = before
-    calls = [n for n in graphs[0].graph.nodes if "tensors_to_clone" in n.kwargs]
-    assert len(calls) >= 3
-    for call in calls:
-        given, writes = call.kwargs["kwargs"], call.kwargs["tensors_to_clone"]
-        written = {given[name] for name in writes}
-        assert written and len(written) == len(writes)
-        assert {"X", "X0", "K", "Q"}.isdisjoint(writes)  # torch could tell which are written
-    _, k, v, *_ = graphs[0].graph.find_nodes(op="placeholder")
-    for x in (k, v):
-        assert {user.target for user in x.users} == {torch.ops.sage.stored.default}
 
 
 # -- masks ----
