@@ -222,6 +222,15 @@ MASK_MOD = Cause("mask_mod is not full, causal or a sliding window",
 BLOCK_SIZE = Cause("a BlockMask must have blocks of {}, got {}",
     "give create_block_mask or from_kv_blocks one of these as BLOCK_SIZE")
 
+# -- other libraries' ops (packed.py) ----
+
+PACKED = Cause("packed sequences have no 8-bit kernel: {} tokens in {} documents",
+    "nothing to do where documents are short; a long one gains as a call of "
+    "F.scaled_dot_product_attention of its own", "packed sequences")
+PAGES = Cause("the keys lie in pages", "give contiguous keys; servers have kernels of their own")
+ANOTHER_KERNEL = Cause("`{}` is another library's kernel",
+    'call F.scaled_dot_product_attention (attn_implementation="sdpa" in transformers)')
+
 # -- attention that is written out by hand (softmax/) ----
 
 _AS_SDPA = "write this attention as one F.scaled_dot_product_attention call, if it is one"

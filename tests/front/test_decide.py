@@ -151,6 +151,38 @@ def test_a_call_is_rewritten_where_the_fit_says_that_it_is_faster(kind, portable
         assert site.rewritten == (expected >= cost.MIN_SPEEDUP), site.reason
 
 
+@pytest.mark.parametrize(
+    "shape, dtype, reason",
+    [
+        ((), torch.bool, "broadcast"), ((299,), torch.bool, "broadcast"),
+        ((1, 2, 4, 300, 300), torch.bool, "broadcast"), ((1, 1, 1, 1, 1), torch.bool, "broadcast"),
+        ((299, 300), torch.bool, "broadcast"), ((300, 299), torch.bool, "broadcast"),
+        ((2, 300, 300), torch.bool, "broadcast"), ((3, 1, 1, 300), torch.bool, "broadcast"),
+        ((300, 300), torch.int32, "be bool or floating, got torch.int32"),
+        ((300, 300), torch.float64, "be bool or floating, got torch.float64"),
+        ((300,), torch.bool, ""), ((1, 1), torch.bool, ""), ((1, 300), torch.bool, ""), ((300, 1), torch.bool, ""),
+        ((4, 1, 300), torch.float32, ""), ((2, 4, 300, 300), torch.float16, ""),
+    ],
+)  # fmt: skip
+def test_a_mask_that_does_not_broadcast_or_has_another_dtype_is_refused(
+    shape, dtype, reason, monkeypatch
+):
+    """On a GPU, where SDPA's math may take what it refuses on a CPU."""
+    mask = lambda B, N: torch.empty(shape, dtype=dtype, device="cuda")  # noqa: E731
+    monkeypatch.setitem(MASKS, "other", mask)
+    site = decide((2, 4, 4, 300, 64), "other", force=True)
+    assert site.rewritten == (not reason), site.reason
+    assert site.rewritten or f"attn_mask must {reason}" in site.reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_mask_on_another_device_is_refused(device, monkeypatch):
+    monkeypatch.setitem(MASKS, "there", lambda B, N: torch.empty(N, N, device=device))
+    reason = decide((2, 4, 4, 300, 64), "there", force=True).reason
+    assert reason.startswith("the device must be cuda (or cpu, emulated), got ")
+    assert device in reason
+
+
 @pytest.mark.parametrize("ms, recipe", [(0.95, "sage2-8b-rotated"), (0.85, "sage2-8b")])
 def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, monkeypatch):
     known(monkeypatch, table(recipes=("sage2-8b-rotated", "sage2-8b")))

@@ -39,7 +39,7 @@ from torch.testing import assert_close
 from bench.tritons import ROWS, VARIANTS
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.tiles import Tile, of_blocks
-from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.formats import K_BLOCK, Prepared
 from sage_inductor.ops.quantize.keys import launch_k
 from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -120,6 +120,24 @@ def test_preparation(runner, case):
         )
         assert_close(scale, expected_scale, rtol=0, atol=0)
         check_codes(runner, codes, expected, shown(visible, codes, k.shape[2], True, saturate))
+
+
+@on(every(dtype=[torch.float16]), every(dtype=DTYPES))
+def test_a_group_of_hidden_keys_alone_has_a_scale_of_its_own(runner, case):
+    """A row of nothing but fp16's lowest number sees them. One that holds no number has no part."""
+    _, k, _ = runner.qkv(1, 2, 2, 8, 4 * K_BLOCK, 32, **case)
+    hidden = slice(K_BLOCK, 2 * K_BLOCK + 2)  # the second group, and two keys of the third
+    k[:, :, hidden] *= 50
+    k[:, 1, K_BLOCK + 1] = math.inf
+    visible = torch.ones(1, 1, k.shape[2], dtype=torch.uint8, device=k.device)
+    visible[..., hidden] = 0
+    mean = reference.smooth([k], visible)[0][0]
+    for r in OF_K.values():
+        _, scale = launch_k(k, mean, r, visible)
+        _, expected = reference.quantize_k(k, mean, r, visible)
+        assert_close(scale, expected, rtol=ROTATED[r.rotated], atol=0)
+        of_visible, of_hidden, of_both, _ = scale.amax(3).unbind(2)
+        assert (of_hidden > 20 * of_visible).all() and (of_both < 2 * of_visible).all()
 
 
 @on(every(shape=SMALL, dtype=[torch.float16]), every(shape=LARGE[:3], dtype=DTYPES[:1]))

@@ -36,7 +36,7 @@ from sage_inductor.ops.recipe import NAMED, Recipe, decode
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.sdpa import SdpaCall, attend, compose
+from sage_inductor.ops.sdpa import SdpaCall, attend, check, compose
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
@@ -302,6 +302,7 @@ BAD = {
     "empty": ((q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "k must have 1 to 1073741568 rows, got N=0"),
     "mask's shape": ((q, k, v), {"attn_mask": torch.ones(65, 71).bool()}, ValueError, r"broadcast to \[2, 4, 65, 70\], got \[65, 71\]"),
     "mask's dimensions": ((q, k, v), {"attn_mask": torch.ones(70).bool()}, ValueError, "attn_mask must broadcast to"),
+    "mask's device": ((q, k, v), {"attn_mask": torch.ones(65, 70, device="meta")}, ValueError, "attn_mask must be on q's device cpu, got meta"),
     "mask's dtype": ((q, k, v), {"attn_mask": torch.ones(65, 70).int()}, TypeError, "attn_mask must be bool or .* got torch.int32"),
     "bound": ((q, k, v), {"left": -1}, ValueError, "left must be None or at least 0, got -1"),
     "prepared": ((q, k, v), {"prepared": [k] * 3}, ValueError, "prepared must be empty or 6 tensors, got 3"),
@@ -315,6 +316,37 @@ def test_bad_input_is_refused_with_what_must_hold_and_what_was_got(case):
     inputs, kwargs, error, message = BAD[case]
     with pytest.raises(error, match=f"sage::sdpa: .*{message}|{message}"):
         sdpa(*inputs, **kwargs)
+
+
+def without_memory(N_q=65, N_kv=70, D=64, **others) -> SdpaCall:
+    q, k = (torch.empty(1).expand(1, 2, N, D) for N in (N_q, N_kv))
+    return SdpaCall.of(q, k, k, 0.125, NAMED["sage1"].encode(), **others)
+
+
+TWO_ROWS = dict(kv_num_blocks=torch.ones(1, 1, 2).int(), kv_indices=torch.zeros(1, 1, 2, 1).int())
+ENDS = {  # of a number: what makes a call, what is taken, what is beyond that
+    "queries": (lambda n: without_memory(N_q=n), [1, MAX_ROWS], [0, MAX_ROWS + 1]),
+    "keys": (lambda n: without_memory(N_kv=n), [1, MAX_ROWS], [0, MAX_ROWS + 1]),
+    "head_dim": (lambda n: without_memory(D=n), [1, 256], [0, 257]),
+    "left": (lambda n: without_memory(band=(n, None, False)), [0], [-1]),
+    "right": (lambda n: without_memory(band=(None, n, False)), [0], [-1]),
+    "warpgroups": (lambda n: without_memory(warpgroups=n), [None, 0, 1, 2, 3], [-1, 4]),
+    "dimensions of a mask": (
+        lambda n: without_memory(attn_mask=torch.ones((1,) * n).bool()), [2, 3, 4], [0, 1, 5]),
+    "tensors of `prepare`": (lambda n: without_memory(prepared=[q] * n), [0, 3], [1, 2, 4]),
+    "queries of lists": (
+        lambda n: without_memory(n, block_q=64, block_kv=64, **TWO_ROWS), [1, 127, 128], [129]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_both_ends_of_what_is_taken_are_taken_and_nothing_beyond(what):
+    call_of, taken, beyond = ENDS[what]
+    for n in taken:
+        check(call_of(n))
+    for n in beyond:
+        with pytest.raises(ValueError, match="^sage::sdpa: .*got "):
+            check(call_of(n))
 
 
 def test_prepare_refuses_what_sdpa_refuses():
@@ -955,6 +987,11 @@ def test_block_lists_without_duplicates_are_flex_attentions_mask():
     [
         (dict(block_q=32), r"block_q and block_kv must be of \(64, .* got \(32, 128\)"),
         (dict(kv_indices=torch.zeros(1, 1, 1, 2).long()), "block lists must be int32, got .*int64"),
+        (dict(kv_num_blocks=torch.ones(1, 1, 1).long()), "block lists must be int32"),
+        (
+            dict(kv_indices=torch.zeros(1, 1, 1, 2, dtype=torch.int32, device="meta")),
+            "block lists must be on q's device cpu, got cpu, meta",
+        ),
         (dict(kv_num_blocks=torch.zeros(3, 1, 1).int()), "block lists must be .B or 1, H_q or 1"),
         (dict(kv_indices=torch.zeros(1, 1, 2, 2).int()), "block lists must be .B or 1, H_q or 1"),
         (

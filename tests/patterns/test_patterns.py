@@ -181,6 +181,21 @@ def test_what_is_not_supported_stays_sdpa_and_says_why(case):
     assert torch.ops.sage.sdpa.default not in targets
 
 
+def test_a_call_without_shapes_stays_as_it_was():
+    """Of a graph that nobody has traced."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    call = graph.call_function(F.scaled_dot_product_attention, (x, x, x))
+    both = graph.call_function(
+        F.multi_head_attention_forward, (x, x, x, 16, 4, x, None, None, None, False, 0.0, x, None)
+    )
+    graph.output((call, graph.call_function(operator.getitem, (both, 0))))
+    before = str(graph)
+    sites = rewrite(torch.fx.GraphModule({}, graph), EMULATE)
+    assert [site.reason for site in sites] == ["the graph carries no shapes for this call"] * 2
+    assert str(graph) == before
+
+
 def test_named_recipes_reach_the_op():
     for name, recipe in recipes.NAMED.items():
         (gm,), (site,) = capture(sdpa(), q, k, v, settings=Settings(recipe=name, emulate=True))
