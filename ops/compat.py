@@ -178,7 +178,7 @@ register_lowering = _take("torch._inductor.lowering:register_lowering",
     without="as add_layout_constraint")
 add_layout_constraint = _take("torch._inductor.lowering:add_layout_constraint",
     without="packages cannot hold kernels, and Inductor writes a RoPE's k twice")
-constrain_to_fx_strides = _take("torch._inductor.lowering:constrain_to_fx_strides",
+constrain_to_fake_tensors = _take("torch._inductor.lowering:constrain_to_fake_tensors",
     without="as add_layout_constraint")
 FallbackKernel = _take("torch._inductor.ir:FallbackKernel", without="as add_layout_constraint")
 TensorBox = _take("torch._inductor.ir:TensorBox", without="as add_layout_constraint")
