@@ -521,6 +521,17 @@ KERNEL = re.compile(
 )
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_kernels_of_every_gpu_travel(capability):
+    """They are called as the launcher of packages calls them: `launched_as` looks."""
+    for name in ("smooth_rows", "only_k", "pool", "lse") + ("only_v",) * (capability > (8, 0)):
+        B, N, _ = calls.CALLS[name]
+        gpu = H200._replace(capability=capability)
+        source = package._source(name, op_of(name), arguments(name, B, N, N), gpu, set())
+        assert source.count("Kernel kernel_") == 1 + (name == "smooth_rows")
+        assert f"_, {10 * capability[0] + capability[1]});" in source  # of such a GPU alone
+
+
 def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
     """In the sweep, of head_dim 256: a row of k is read in two boxes."""
     names = ["d64_causal", "kv", *["d256"] * has_every_variant(), "portable"]
