@@ -216,11 +216,16 @@ def _key(tensors: tuple, options: tuple, module: str = "") -> tuple | None:
     eager calls need nothing else of ours, so this is one flat function."""
     if torch.compiler.is_compiling():
         return None
-    key = []
+    if not _PLAIN.issuperset(map(type, tensors)):
+        return None
+    q, k, v = tensors[:3]
     try:
-        for x in tensors:
-            if type(x) not in _PLAIN:
-                return None
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, q.layout, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.layout, k.requires_grad,
+            v.shape, v.stride(), v.dtype, v.device, v.layout, v.requires_grad,
+        )  # fmt: skip
+        for x in tensors[3:]:
             key += x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad
     except RuntimeError:  # a layout without strides
         return None
