@@ -302,10 +302,10 @@ def _run_of(tensors: tuple, options: tuple, key: tuple | None, module: str = "")
         node.meta.clear()
     is_rewritten, compute = any(site.rewritten for site in sites), gm.forward
     if not (is_rewritten or options[4]):
-        names = "is_causal", "scale", "enable_gqa"
-        compute = functools.partial(
-            F.scaled_dot_product_attention, **dict(zip(names, given, strict=False))
-        )
+        names = zip(("is_causal", "scale", "enable_gqa"), given, strict=False)
+        others = {name: x for name, x in names if x is not None and x is not False}
+        compute = functools.partial(F.scaled_dot_product_attention, **others)
+        compute = compute if others else compute.func
     run = _Run(compute, is_rewritten)
     if key is not None:
         runs[key] = runs[kind] = run
