@@ -141,6 +141,9 @@ sharding_schemas = _take(
     seen="torch 2.13", optional=True,
     without="a call on DTensors gets the sharding of one before with another is_causal or out_bnhd")
 
+is_any_autocast_enabled = _take("torch:_C._is_any_autocast_enabled",
+    without="each eager call asks for the autocast of its device")
+
 # -- torch: graphs ----
 
 statically_known_true = _take("torch.fx.experimental.symbolic_shapes:statically_known_true",

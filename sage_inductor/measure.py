@@ -124,7 +124,7 @@ class Measured:
             shape = CallShape.of(call)
             autos = auto_recipes(shape.capability, shape.head_dim)
             found = self.calls.setdefault(self._key(site), Found(site, autos))
-            ErrorProbe(call, found, self.recipes, lambda: self.progress.step())
+            ErrorProbe(call, shape, found, self.recipes, lambda: self.progress.step())
         self.progress.expect(len(self.calls) - known)
         for module in graph_modules(gm):
             module.recompile()
@@ -154,12 +154,13 @@ class ErrorProbe:
     """Measures an attention call whenever the graph is about to make it."""
 
     def __init__(
-        self, call: Call, found: Found, recipes: tuple[str, ...], done: Callable[[], None]
-    ):
+        self, call: Call, shape: CallShape, found: Found, recipes: tuple[str, ...],
+        done: Callable[[], None],
+    ):  # fmt: skip
         each = {name: dataclasses.replace(STUDY, recipe=name) for name in recipes}
         self.recipes = [name for name in recipes if decide(call, each[name]).recipe is not None]
         self.stacked = {name for name in self.recipes if stacks(call, NAMED[name])}
-        self.site, self.shape, self.scale = found.site, CallShape.of(call), call.scale
+        self.site, self.shape, self.scale = found.site, shape, call.scale
         self.found, self.done = found, done
         call.emit.insert(self.measure, (call.q, call.k, call.v, call.attn_mask), None)
 
