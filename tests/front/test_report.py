@@ -467,10 +467,11 @@ told.folded = fold.innerText; fold.open = true; told.opened = fold.innerText
 def test_in_a_browser_a_page_sorts_filters_and_unfolds(tmp_path):
     names = ["layers.10.attn", "layers.2.cross", "layers.1.cross", "a+b", "last"]
     errors = [1e-7, float("nan"), 0.5, 12.0, 0.02]
-    fold = page.Folded("in short", "at <length>")
+    fold = page.Folded("in short", "at <length>", "in short: at <length>")
     rows = [(f"{i}/0", *each, fold) for i, each in enumerate(zip(names, errors))]
     path = tmp_path / "page.html"
-    path.write_text(page.page("t", page.table(("graph", "module", "error", "reason"), rows)))
+    table = page.Table(("graph", "module", "error", "reason"), rows)
+    page.write(path, "t", table.html())
     told = in_chromium(path, SORT_AND_FILTER)
     up = ["layers.10.attn", "last", "layers.1.cross", "a+b", "layers.2.cross"]
     assert told.pop("up") == up and told.pop("down") == up[::-1]
