@@ -6,7 +6,6 @@ which of the kernels behind the opaque op runs also depends on strides and addre
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.launch import launch_cached, launch_traced
+from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
 from sage_inductor.ops.register import opaque, triton_op
@@ -100,13 +100,8 @@ def run_opaque(
     mask = None if a.attn_mask is None else a.attn_mask.dtype
     lost = tiles.hopper_unavailable(gpus.capability(device or a.q.device))
     if lost and tiles.suits_hopper(a.decoded, a.head_dim, mask):
-        _warn_once(lost)
+        warn_once(lost)
     return triton.launch(a, tile, run, tma=True, maxnreg=tile.maxnreg)
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger("sage_inductor").warning(message)
 
 
 def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | None:
