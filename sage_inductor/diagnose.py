@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from sage_inductor import page
-from sage_inductor.backend import awaiting, inputs_later, op_by_op
+from sage_inductor.backend import inputs_later, op_by_op
 from sage_inductor.choose import families, tables
 from sage_inductor.findings import (
     Findings,
@@ -135,7 +135,7 @@ class Diagnosis(Findings):
     def heat_map(self) -> str:
         """An SVG of the relative L1, modules by recipes, with a legend: white at the tolerance,
         blue below it, red above. SDPA is what is compared with, and has no colour."""
-        # Of a module's calls the worst comes last.
+        # The worst of a module's calls comes last.
         errors = {(row.where, row.recipe): row.relative_l1 for row in reversed(self.rows)}
         order = self._modules
         in_order = sorted(self.rows, key=lambda row: order.index(row.site.module))
@@ -227,7 +227,7 @@ def diagnose(
             measured(model, args, kwargs)
         return found
 
-    return awaiting(run, "diagnose", model)
+    return run
 
 
 _open: list[nn.Module] = []  # the models of the blocks of `diagnosing` that have not ended
@@ -324,7 +324,7 @@ def _measuring(
                 yield found, functools.partial(measured.run, run)
         finally:
             calls, shown = list(measured.calls.values()), (SDPA, *named)
-            rows = [row for call in calls for row in call.rows.values()]
+            rows = [x for call in calls for of in call.rows.values() for x in of.values()]
             rows = tuple(sorted(rows, key=lambda row: -row.badness))
             if recipes is None:  # of all that is measured, what a policy may come to
                 by_auto = {name for call in calls for name in call.autos}

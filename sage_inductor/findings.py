@@ -88,7 +88,7 @@ class Report(Sequence):
 
     def _repr_html_(self):
         after = map(page.paragraph, [*remedies(self.refused), *self._notes])
-        return "\n".join([page.paragraph(self.verdict), *self._html(), *after])
+        return "\n".join([page.paragraph(self.verdict), self._html(), *after])
 
     def to_dicts(self) -> list[dict]:
         """A dict for each call, which JSON can hold: graph, module, call (the node's name),
@@ -118,15 +118,15 @@ class Report(Sequence):
         folded, a row for each call. Both sort by any column and filter by module. Reasons and
         remedies are folded, and the remedies stand once more before them. The versions come last.
         Raises OSError if the file cannot be written."""
-        parts = [*map(page.paragraph, [self.verdict, *remedies(self.refused)]), *self._html()]
+        parts = [*map(page.paragraph, [self.verdict, *remedies(self.refused)])]
         if self:
             every = self._table([[call] for call in self._sites], "count").html()
-            parts.append(page.folded("every call", every))
+            parts += [self._html(), page.folded("every call", every)]
         parts += [*map(page.paragraph, self._notes), made_with(self)]
         page.write(path, "sage_inductor: attention calls", *parts)
 
-    def _html(self) -> list[str]:
-        return [self._table(self._groups()).html()] if self else []
+    def _html(self) -> str:
+        return self._table(self._groups()).html() if self else ""
 
     def _groups(self) -> list[list[tuple[str, Site]]]:
         """The calls that a row shows, with their graphs."""

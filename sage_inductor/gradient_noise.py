@@ -32,19 +32,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_inductor.backend import awaiting, inputs_later, op_by_op
+from sage_inductor.backend import inputs_later, op_by_op
 from sage_inductor.choose.decide import decide
 from sage_inductor.findings import Finding, Findings, keep_worst, number_of
 from sage_inductor.measure import MAX_SCORES, SDPA, call_progress
 from sage_inductor.names import some_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
+from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import UNNAMED, Call
 from sage_inductor.patterns.eligible import is_causal
-from sage_inductor.patterns.graph import graph_modules, value_of
+from sage_inductor.patterns.graph import value_of
 from sage_inductor.patterns.replace import stand_in
-from sage_inductor.settings import Settings
 
 # Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
 # thousands; 32 parts know the noise to 1 / sqrt(2 * 31), 13 %, and better over many parameters.
@@ -72,7 +72,7 @@ class GradientRow(Finding):
 
     @property
     def cells(self) -> tuple:
-        """Of TrainingDiagnosis.COLUMNS."""
+        """A row for TrainingDiagnosis.COLUMNS."""
         return (
             self.where, self.site.call, *self.sizes, self.parameters or "the model", self.recipe,
             self.ratio, self.error / self.gradient, self.noise / self.gradient,
@@ -145,7 +145,7 @@ def diagnose_training(
     def run(*args, **kwargs) -> TrainingDiagnosis:
         return _diagnosed(model, args, kwargs, loss, recipes)
 
-    return awaiting(run, "diagnose_training", model)
+    return run
 
 
 def _diagnosed(
@@ -161,8 +161,6 @@ def _diagnosed(
         # From the last to the first: what a call reads may be what an earlier one returns, which a
         # probe is put in the place of.
         probes.extend(_GradientProbe(*each, recipes) for each in reversed(calls))
-        for module in graph_modules(gm):
-            module.recompile()
 
     with _as_it_was(model), contextlib.closing(call_progress()) as progress, torch.enable_grad():
         with op_by_op(see, all_graphs=True) as run:

@@ -31,12 +31,11 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.visibility import as_4d
+from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.patterns.call_shape import CallShape
-from sage_inductor.patterns.graph import graph_modules
 from sage_inductor.patterns.shared_kv import stacks
-from sage_inductor.settings import Settings
 
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
 STUDY = Settings(emulate=True, force=True)
@@ -63,7 +62,7 @@ class Row(Finding):
 
     @property
     def cells(self) -> tuple:
-        """Of Diagnosis.COLUMNS."""
+        """A row for Diagnosis.COLUMNS."""
         (head, of_head), (*where, of_row) = self.worst_head, self.worst_row
         return (
             self.where, self.site.spelling, *self.sizes, self.recipe, f"{self.cos_sim:.6f}",
@@ -77,15 +76,14 @@ class Found:
 
     def __init__(self, site: Site, autos: tuple[str, ...]):
         self.site, self.autos = site, autos
-        self.rows: dict[tuple[str | None, str], Row] = {}  # by stage and recipe
-        # By stage and recipe, of all runs together.
+        # By stage and recipe: the worst run, and the times of all runs together.
+        self.rows: dict[str | None, dict[str, Row]] = {}
         self.times: dict[str | None, dict[str, Prediction]] = {}
 
     def add(self, row: Row) -> None:
-        stage = row.site.stage
-        key = stage, row.recipe
-        keep_worst(self.rows, key, row)
-        if (time := row.predicted) is not None:
+        stage, time = row.site.stage, row.predicted
+        keep_worst(self.rows.setdefault(stage, {}), row.recipe, row)
+        if time is not None:
             times = self.times.setdefault(stage, {})
             known = times.get(row.recipe, time._replace(ours=0.0, sdpa=0.0))
             times[row.recipe] = known._replace(
@@ -95,10 +93,10 @@ class Found:
     @property
     def errors(self) -> dict[str | None, dict[str, float]]:
         """By stage and recipe: Row.badness."""
-        found: dict[str | None, dict[str, float]] = {}
-        for (stage, recipe), row in self.rows.items():
-            found.setdefault(stage, {})[recipe] = row.badness
-        return found
+        return {
+            stage: {recipe: row.badness for recipe, row in rows.items()}
+            for stage, rows in self.rows.items()
+        }
 
 
 class Measured:
@@ -132,8 +130,6 @@ class Measured:
             found = self.calls.setdefault(self._key(site), Found(site, autos))
             ErrorProbe(call, found, self.recipes, lambda: self.progress.update())
         self.progress.total += len(self.calls) - known
-        for module in graph_modules(gm):
-            module.recompile()
 
     def _key(self, site: Site) -> tuple:
         name = site.module, site.call

@@ -100,17 +100,13 @@ def _warn_if_all_stay() -> None:
         with _lock:
             known = cause in _warned_of
             _warned_of.add(cause)
-        if not known:
-            log.warning("%s", _warning(sites, len(found)))
-
-
-def _warning(sites: list[Site], total: int) -> str:
-    reason = sites[0].why
-    some = "" if len(sites) == total else f" ({number_of(len(sites), 'call')})"
-    return (
-        f"sage_inductor: 0 of {total} attention calls use sage on {device_name(sites[0])}: "
-        f"{reason.short}{some}; {reason.cause.remedy}"
-    )
+        if known:
+            continue
+        some = "" if len(sites) == len(found) else f" ({number_of(len(sites), 'call')})"
+        log.warning(
+            "sage_inductor: 0 of %d attention calls use sage on %s: %s%s; %s", len(found),
+            device_name(sites[0]), sites[0].why.short, some, cause.remedy,
+        )  # fmt: skip
 
 
 def not_requested(sites: Iterable[Site]) -> list[Site]:

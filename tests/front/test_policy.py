@@ -20,8 +20,8 @@ from sage_inductor.choose.decide import decide, rewrite
 from sage_inductor.inductor_pass import SagePass
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.selector import Selection
+from sage_inductor.options import Settings
 from sage_inductor.policy import Rule, layer_of, unmatched
-from sage_inductor.settings import Settings
 
 EMULATE = {"sage.emulate": True}
 

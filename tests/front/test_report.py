@@ -29,9 +29,9 @@ from sage_inductor import Report, config, page
 from sage_inductor import report as asked_for  # the function: `report` is the module below
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
+from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons
 from sage_inductor.patterns.reasons import CAUSES
-from sage_inductor.settings import Settings
 
 report = sys.modules["sage_inductor.report"]
 ROOT = Path(__file__).parents[2]
