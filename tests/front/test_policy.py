@@ -464,7 +464,9 @@ def raises(call):
             "rule 2: layer must not be an empty range",
         ),
         ({"rules": []}, "sage.policy: version is missing"),
-        ([{"recipe": {1}}], "sage.policy: must be what JSON can say: .*set"),
+        ([{"recipe": {1}}], "sage.policy: rule 1: recipe must be one of .* got [{]1}"),
+        ([{"recipe": "off", "layer": {1}}], r"rule 1: layer must be .* got \"[{]1}\""),
+        (({"recipe": "off", 3: 4},), "sage.policy: rule 1: 3 does not exist"),
         (
             lambda call: "sage4",
             "must return None, .* for CallDescription.module='layers.0.* got 'sage4'",
