@@ -30,7 +30,7 @@ from bench import harness
 from bench.measure import WRONG, Provider, Runner, interleave, relative_l1, summary
 from bench.providers import by_tile
 from bench.tables import markdown, show
-from sage_inductor.ops.attention.select import attention_opaque, hopper_tile
+from sage_inductor.ops.attention.select import attention, hopper_tile
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import attention_call, prepare
 from sage_inductor.ops.visibility import BlockLists, Visibility
@@ -140,7 +140,7 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     recipe, visibility = NAMED[RECIPE], Visibility(blocks=lists)
     prepared = prepare(k, v, visibility, recipe, True)
     a = attention_call(q, k, v, prepared, visibility, setup.D**-0.5, recipe)
-    providers = {"lists": Provider("lists", lambda *a: attention_opaque(*a)[0], lambda *_: a)}
+    providers = {"lists": Provider("lists", lambda *a: attention(*a)[0], lambda *_: a)}
     if (tile := hopper_tile(a)) is not None:
         dense = a._replace(**dict.fromkeys(BlockLists._fields))
         providers["dense"] = Provider("dense", by_tile(tile), lambda *_: dense)
@@ -172,7 +172,7 @@ def by_op(visibility: Visibility) -> Callable:
     def call(q, k, v):
         prepared = prepare(k, v, visibility, recipe, True)
         scale = q.shape[3] ** -0.5
-        return attention_opaque(*attention_call(q, k, v, prepared, visibility, scale, recipe))[0]
+        return attention(*attention_call(q, k, v, prepared, visibility, scale, recipe))[0]
 
     return call
 

@@ -26,6 +26,7 @@ import sage_inductor
 from bench import (
     accuracy,
     attention,
+    comfyui,
     curves,
     decoding,
     figures,
@@ -55,7 +56,7 @@ ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
-    "sparse", "linear", "lists", "selected", "whole", "beside", "decoding",
+    "sparse", "linear", "lists", "selected", "whole", "beside", "decoding", "comfyui",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -352,6 +353,7 @@ TABLES = {
     "beside": of("beside", models.beside_table),
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, trained_section),
+    "comfyui": of("comfyui", comfyui.table),
     "decoding": of("decoding", decoding.table),
     "host": of("parallel-host", parallel.table),
     "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),

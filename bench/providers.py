@@ -33,19 +33,16 @@ from bench import peers
 from bench.cases import PEERS, Case
 from bench.measure import SEES, WINDOW, Provider, draw, draw_mask
 from sage_inductor.choose import families
-from sage_inductor.ops import gpus
+from sage_inductor.ops import gpus, launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import (
     Problem,
-    Selected,
     attention,
-    attention_opaque,
     hopper_tile,
     select,
 )
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall
-from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.sdpa import attention_call
@@ -159,21 +156,17 @@ def _kernel(case: Case, name: str) -> Provider:
     recipe = NAMED[name]
 
     def prepare(q, k, v, mask=None):
-        kernel, tile = _select(case, name, q.device)
+        tile = _select(case, name, q.device)
         left = WINDOW - 1 if case.mask == "window" else None
         band = left, 0 if case.is_causal or left is not None else None, False
         seen = Visibility.of(mask if case.masked else None, band, k.shape[2], tile.BLOCK_M)
-        prepared = prepare_kv(k, v, seen, recipe, not kernel.traced)
+        prepared = prepare_kv(k, v, seen, recipe)
         return attention_call(q, k, v, prepared, seen, q.shape[3] ** -0.5, recipe)
 
-    def call(*inputs):
-        traced = _select(case, name, inputs[0].device).kernel.traced
-        return (attention if traced else attention_opaque)(*inputs)[0]
-
-    return Provider(f"{name} kernel", call, prepare, name)
+    return Provider(f"{name} kernel", lambda *inputs: attention(*inputs)[0], prepare, name)
 
 
-def _select(case: Case, name: str, device: torch.device) -> Selected:
+def _select(case: Case, name: str, device: torch.device) -> Tile:
     capability = gpus.capability(device) if device.type == "cuda" else None
     return select(Problem(capability, NAMED[name], case.D, case.masked))
 
@@ -195,7 +188,7 @@ def by_tile(tile: Tile) -> Callable:
     """The Hopper kernel of an AttentionCall's fields."""
     from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
 
-    return lambda *a: plan.launch(AttentionCall(*a), tile, launch_cached)[0]
+    return lambda *a: plan.launch(AttentionCall(*a), tile, launch.run)[0]
 
 
 def small(case: Case) -> Case:
@@ -215,7 +208,8 @@ def gate(case: Case, name: str, device: torch.device) -> float:
     errors = []
     for kind in ("normal", "outlier"):
         a = kernel.prepare(*draw(case, kind, device), *draw_mask(case, device))
-        tile = tile_of(a, timed, _select(case, name, device))
+        tile = _select(case, name, device)
+        tile = tile if device.type == "cpu" else tile_of(a, timed, tile)
         a = a._replace(warpgroups=tile.warpgroups or 0)
         with _poisoned_empty():
             out = kernel.call(*a)
@@ -226,12 +220,10 @@ def gate(case: Case, name: str, device: torch.device) -> float:
     return max(errors) if all(error == error for error in errors) else float("nan")
 
 
-def tile_of(a: AttentionCall, case: Case, selected: Selected) -> Tile:
-    """The tile of a call like `a`, of the case's sizes."""
-    if selected.kernel.traced:
-        return selected.tile
+def tile_of(a: AttentionCall, case: Case, selected: Tile) -> Tile:
+    """The tile of a call like `a`, of the case's sizes. selected: of the kernel of every call."""
     q = a.q.new_empty(case.D).expand(case.B, case.H_q, case.N, case.D)
-    return hopper_tile(a._replace(q=q, n_kv=case.N)) or selected.tile
+    return hopper_tile(a._replace(q=q, n_kv=case.N)) or selected
 
 
 def walk_of(a: AttentionCall, tile: Tile) -> torch.Tensor:
@@ -241,7 +233,7 @@ def walk_of(a: AttentionCall, tile: Tile) -> torch.Tensor:
     given = {}
 
     def run(kernel, grid, tensors, numbers, **options):
-        launch_cached(kernel, grid, tensors, numbers, **options)
+        launch.run(kernel, grid, tensors, numbers, **options)
         given.update(zip(kernel.arg_names, (*tensors, *numbers), strict=True))
 
     plan.launch(a, tile, run)

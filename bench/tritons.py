@@ -21,11 +21,12 @@ from bench import harness
 from bench.cases import Case
 from bench.measure import Exact, Provider, Runner, draw, interleave
 from sage_inductor.ops import gpus
+from sage_inductor.ops import launch as of_ops
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.hopper import kernel, plan
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.compile import Launch, describe
-from sage_inductor.ops.launch import launch_cached, noted
+from sage_inductor.ops.launch import noted
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import attention_call, prepare
 from sage_inductor.ops.visibility import Visibility
@@ -77,9 +78,9 @@ def launches_of(row, split: bool, device: torch.device):
         torch.manual_seed(0)
         q, k, v = draw(Case(HEADS[0], HEADS[1], HEADS[1], N, D), "normal", device)
         seen = Visibility.of(None, (None, 0 if is_causal else None, False), N, tile.BLOCK_M)
-        call = attention_call(q, k, v, prepare(k, v, seen, recipe, True), seen, D**-0.5, recipe)
+        call = attention_call(q, k, v, prepare(k, v, seen, recipe), seen, D**-0.5, recipe)
         with noted() as launches:
-            plan.launch(call, tile, launch_cached, H200 if device.type == "meta" else None)
+            plan.launch(call, tile, of_ops.run, H200 if device.type == "meta" else None)
         if split == (len(launches) == 2):
             return call, launches, (q, k, v)
     raise ValueError(f"{name_of(row, split)}: no length of {LENGTHS} has it")
@@ -125,7 +126,7 @@ def measure(row, split: bool, folders: list[Path], args, device) -> list[dict]:
     call, launches, qkv = launches_of(row, split, device)
     exact = Exact(*qkv, is_causal=row[2])
     compiled = compiled_of(launches)
-    ways = {"JIT": launch_cached}
+    ways = {"JIT": of_ops.run}
     for folder in folders:
         if not (folder / f"{variant}.json").exists():
             continue
@@ -176,7 +177,7 @@ def with_cubin(launches: list[Launch], cubin: bytes, shared: int):
         if jit is kernel._hopper_kernel:
             compiled[grid](*tensors, *numbers)
         else:
-            launch_cached(jit, grid, tensors, numbers, **options)
+            of_ops.run(jit, grid, tensors, numbers, **options)
 
     return launch
 

@@ -1,6 +1,6 @@
-"""Opaque ops in the wrapper code that Inductor writes.
+"""Ops of kernels in the wrapper code that Inductor writes.
 
-By itself Inductor would call an opaque op by its name, which needs Python and this library. In a
+By itself Inductor would call such an op by its name, which needs Python and this library. In a
 package we replace that call by a call of C++, which `record` writes from the op's own Python. The
 compiled kernels are beside it, and launcher.h launches them: no other file, no Python, no compiler.
 In a wrapper in Python we replace it by a call of a `Replay`, which has launcher.h launch what
@@ -29,39 +29,42 @@ from sage_inductor.ops.compat import (
     virtualized,
 )
 from sage_inductor.ops.compile import Compilation, parameters
-from sage_inductor.ops.register import LAUNCHES
+from sage_inductor.ops.register import LAUNCHES, OPAQUE
 
 HEADER = Path(__file__).with_name("launcher.h")
 
 
-def register(op: OpOverload, kind: type) -> None:
-    """From now on a `kind` of node, `Packaged` or `Replayed`, is what Inductor makes of a call."""
-    add_layout_constraint(op, constrain_to_fx_strides)  # as of an op without a lowering
+def register(op: OpOverload) -> None:
+    """From now on Inductor makes a `Launched` of a call."""
+    add_layout_constraint(op, _stored)
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args, **kwargs):
-        outputs = kind.create(op, *args, **kwargs)  # a list, or a tuple
+        outputs = Launched.create(op, *args, **kwargs)  # a list, or a tuple
         return type(outputs)(map(TensorBox.create, outputs))
 
 
-class Replayed(FallbackKernel):
-    """A call of an opaque op. Where the wrapper is Python, it becomes a call of a `Replay`."""
+def _stored(node: torch.fx.Node, *args, **kwargs) -> tuple:
+    """What a call reads is stored, once: of what is not stored yet, say a RoPE's k, each op would
+    get a copy of its own, from one kernel that writes the same numbers two or three times. The
+    strides are those of the graph, as for an op without a lowering."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, TensorBox):
+            x.realize()
+    return constrain_to_fx_strides(node, *args, **kwargs)
+
+
+class Launched(FallbackKernel):
+    """A call of an op of kernels. Where the wrapper is Python, it becomes a call of a `Replay`;
+    where it is C++, a call of C++ that is spliced into it."""
 
     def codegen(self, wrapper) -> None:
         given, by_name = self.unflatten_args(self.inputs, self.constant_args)
-        if not virtualized.graph.cpp_wrapper and handles_of is not None and not by_name:
-            self.python_kernel_name = _replay(wrapper, self.op_overload, given)
-        super().codegen(wrapper)
-
-
-class Packaged(Replayed):
-    """The same. Where the wrapper is C++, it becomes a call of C++ that is spliced into it."""
-
-    def codegen(self, wrapper) -> None:
-        if not virtualized.graph.cpp_wrapper:
+        if not virtualized.graph.cpp_wrapper or self.op_overload in OPAQUE:
+            if not virtualized.graph.cpp_wrapper and handles_of is not None and not by_name:
+                self.python_kernel_name = _replay(wrapper, self.op_overload, given)
             super().codegen(wrapper)
             return
-        given, by_name = self.unflatten_args(self.inputs, self.constant_args)
         schema = self.op_overload._schema.arguments
         values = {each.name: each.default_value for each in schema if each.has_default_value()}
         values |= {each.name: x for each, x in zip(schema, given, strict=False)} | by_name
@@ -78,8 +81,8 @@ class Packaged(Replayed):
         self.codegen_unbacked_symbol_defs(wrapper)
 
 
-for _op, _launches in LAUNCHES.items():
-    register(_op, Packaged if _launches.in_packages else Replayed)
+for _op in LAUNCHES:
+    register(_op)
 
 
 def _replay(wrapper, op: OpOverload, given: list) -> str:
@@ -133,7 +136,7 @@ def _source(
     """The C++ of one function, and of what it needs that the wrapper does not have yet. kernels:
     the digests of those that it has; the function's own are added."""
     gpu = gpus.Gpu(gpus.capability(device), processors=0)
-    recorded = record(name, LAUNCHES[op].launch, arguments, gpu)
+    recorded = record(name, LAUNCHES[op], arguments, gpu)
     new = [each for digest, each in recorded.compilations.items() if digest not in kernels]
     # One after the other: in four threads CPython 3.11's parser, which Triton calls, failed.
     with knobs.compilation.scope():

@@ -42,13 +42,13 @@ class Recorded:
 
 
 def record(name: str, launch: Callable, arguments: dict, gpu: Gpu) -> Recorded:
-    """The C++ function `name` of ``launch(arguments, run, gpu)``, which returns tensors that it
+    """The C++ function `name` of ``launch(run, gpu, *arguments)``, which returns tensors that it
     made; `run` is as ops/launch.py's. It takes the tensors and the numbers among arguments, in
     their order and tensors first, and where to put the handles of the outputs.
 
-    arguments: by name, `TensorArgument` for tensors, `Facts` for numbers that are not known; any
-    other value is compiled in. gpu: what the package is for; the number of its processors is
-    asked when it runs.
+    arguments: by name, in launch's order: `TensorArgument` for tensors, `Facts` for numbers that
+    are not known; any other value is compiled in. gpu: what the package is for; the number of its
+    processors is asked when it runs.
     """
     todo, ways, compilations, outputs = [[]], [], {}, 0
     while todo:
@@ -117,8 +117,8 @@ class _Recording:
     def call(self, launch: Callable, arguments: dict, gpu: Gpu) -> int:
         """Record all of it. Returns the number of outputs."""
         processors = Number(self, "gpu.processors", Facts(1, 2**15))
-        values = {name: self._value(name, x) for name, x in arguments.items()}
-        outputs = launch(values, self.launch, gpu._replace(processors=processors))
+        values = (self._value(name, x) for name, x in arguments.items())
+        outputs = launch(self.launch, gpu._replace(processors=processors), *values)
         self.steps += [f"*out{i} = {x.given()};" for i, x in enumerate(outputs)]
         return len(outputs)
 
@@ -168,7 +168,7 @@ class _Recording:
         return Handle(self, name, dtype, shape, tuple(strides), was_made=True)
 
     def launch(self, kernel, grid: tuple, tensors: tuple, numbers: tuple, **options) -> None:
-        """As ops/launch.py's ways to launch."""
+        """As ops/launch.py's `run`."""
         arguments = *tensors, *numbers
         kinds = [
             Unknown(x.facts.high, x.facts.divisor) if isinstance(x, Number) else x

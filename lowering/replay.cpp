@@ -1,4 +1,4 @@
-// Launches again what a call of an opaque op launched before. A module of Python, of which
+// Launches again what a call of an op launched before. A module of Python, of which
 // lowering/replay.py knows what it is given: numbers, in the order in which `Plan` reads them.
 #define USE_CUDA  // of which torch declares the current stream
 #include <Python.h>

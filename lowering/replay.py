@@ -1,4 +1,4 @@
-"""Opaque ops in Inductor's Python wrapper: what a call launched, C++ launches again.
+"""Ops of kernels in Inductor's Python wrapper: what a call launched, C++ launches again.
 
 What an op makes and launches follows from the sizes, strides and dtypes of its tensors and from its
 numbers. So a call runs as in eager mode until one like it comes again. That one is noted, by the
@@ -93,11 +93,8 @@ class Replay:
 
     def _note(self, library, args: tuple, tensors: list[Tensor]) -> None:
         gpu = gpus.Gpu.of(tensors[0].device)
-        defaults = [each.default_value for each in self.op._schema.arguments[len(args) :]]
-        names = (each.name for each in self.op._schema.arguments)
-        given = dict(zip(names, (*args, *defaults), strict=True))
         try:
-            noted = note(LAUNCHES[self.op].launch, given, gpu, _compiled)
+            noted = note(LAUNCHES[self.op], args, gpu, _compiled)
             self.kernels.update(noted.kernels)
             library.note(self.site, handles_of(tensors), args, noted.plan, noted.names)
         except Exception as error:  # noqa: BLE001  (a kernel that is called in another way, say)
@@ -122,20 +119,20 @@ class Noted(NamedTuple):
 NUMBER, POINTER, DESCRIPTOR = range(3)
 
 
-def note(launch: Callable, given: dict, gpu: gpus.Gpu, compile: Callable) -> Noted:
-    """What ``launch(given, run, gpu)`` does, of one of LAUNCHES.
+def note(launch: Callable, given: tuple, gpu: gpus.Gpu, compile: Callable) -> Noted:
+    """What ``launch(run, gpu, *given)`` does, of one of LAUNCHES.
 
-    given: by name, in the order in which replay.cpp gets them; tensors at addresses that are
-    multiples of 16. compile: of the arguments of a launch, Triton's CompiledKernel, loaded. Raises
+    given: in the order in which replay.cpp gets them; tensors at addresses that 16 divides.
+    compile: of the arguments of a launch, Triton's CompiledKernel, loaded. Raises
     NotImplementedError for an output that is not the launches' own.
     """
     tensors, noted, launches, names, kernels = _Tensors(), [], [], [], []
-    given = {name: tensors.given(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+    given = [tensors.given(x) if isinstance(x, Tensor) else x for x in given]
 
     def run(kernel, grid: tuple, of: tuple, numbers: tuple, **options):
         noted.append((kernel, grid, of, numbers, options))
 
-    found = launch(given, run, gpu)  # all tensors are kept: no storage takes another's place
+    found = launch(run, gpu, *given)  # all tensors are kept: no storage takes another's place
     outputs = [tensors.output(x) for x in found]
     for kernel, grid, of, numbers, options in noted:
         compilation = describe(kernel, (*of, *numbers), options)
@@ -229,7 +226,7 @@ def _number_of(dtype: torch.dtype) -> int:
 
 
 def _compiled(kernel, grid: tuple, tensors: tuple, numbers: tuple, options: dict):
-    """As launch_cached launches it, of tensors at addresses that are multiples of 16."""
+    """As ops/launch.py launches it, of tensors at addresses that are multiples of 16."""
     kinds = (x.dtype if isinstance(x, Tensor) else x for x in tensors)
     compiled = kernel.warmup(*kinds, *numbers, grid=grid, **options, **FP_FUSION)
     compiled[(1, 1, 1)]  # loads it

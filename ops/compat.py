@@ -169,43 +169,34 @@ FunctionalTensor = _take("torch._subclasses.functional_tensor:FunctionalTensor",
     without="sage_inductor.attention stays SDPA under other backends")
 OpOverload = _take("torch._ops:OpOverload", without="an aten op is not recognised")
 OpOverloadPacket = _take("torch._ops:OpOverloadPacket", without="as OpOverload")
-set_wrap_triton_enabled = _take("torch._library.triton:set_wrap_triton_enabled",
-    without="eager kernels are launched by way of an op of higher order, which takes 1 ms")
 HigherOrderOperator = _take("torch._ops:HigherOrderOperator",
     without="flex_attention is not recognised")
 
 # -- torch: ops ----
 
 register_lowering = _take("torch._inductor.lowering:register_lowering",
-    without="Inductor writes a RoPE's k twice: sage::stored has no lowering")
+    without="as add_layout_constraint")
 add_layout_constraint = _take("torch._inductor.lowering:add_layout_constraint",
-    without="packages cannot hold the kernels of opaque ops")
+    without="packages cannot hold kernels, and Inductor writes a RoPE's k twice")
 constrain_to_fx_strides = _take("torch._inductor.lowering:constrain_to_fx_strides",
     without="as add_layout_constraint")
 FallbackKernel = _take("torch._inductor.ir:FallbackKernel", without="as add_layout_constraint")
 TensorBox = _take("torch._inductor.ir:TensorBox", without="as add_layout_constraint")
 handles_of = _take("torch._C:_aoti.unsafe_alloc_void_ptrs_from_tensors",
     optional=True,
-    without="opaque ops in compiled models are submitted by Python, five times as slowly")
+    without="calls in compiled models are submitted by Python, five times as slowly")
 tensors_of = _take("torch._C:_aoti.alloc_tensors_by_stealing_from_void_ptrs",
     without="as handles_of", optional=True)
 c_functions = _take("torch:_C.__file__", without="as handles_of", optional=True)
 FunctionalTensorMode = _take("torch._subclasses.functional_tensor:FunctionalTensorMode",
-    without="sage::sdpa does not open into kernels that Inductor sees")
+    without="sage::sdpa does not open, and its kernels compile where they are first launched")
 disable_compiled_autograd = _take("torch._dynamo.compiled_autograd:_disable",
     without="what a GPU is measured by would be compiled, by the thread that waits")
 exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled",
     without="torch.export opens sage::sdpa, and a program holds kernels instead of the op")
 AsyncCompile = _take("torch._inductor.async_compile:AsyncCompile",
     optional=True,
-    without="the kernels of opaque ops compile where they are first launched, one after the other")
-triton_kernel_wrap = _take("torch._higher_order_ops:triton_kernel_wrap",
-    optional=True,
-    without="what a kernel writes is analysed anew for each call: 24 layers trace 12 s longer")
-launch_options = _take(
-    "torch._inductor.runtime.triton_helpers:try_filter_backend_options_for_target",
-    seen="torch 2.14 on", optional=True,
-    without="Inductor cannot pass a launch's options on: portable kernels round as Triton chooses")
+    without="kernels compile where they are first launched, one after the other")
 fused_sdp_choice = _take("torch:_fused_sdp_choice",
     optional=True, without="doctor does not name the backend that SDPA runs")
 DispatchKey = _take("torch._C:DispatchKey", without="autocast has no rule for our ops")
@@ -242,7 +233,7 @@ GluonJITFunction = _take("triton.experimental.gluon._runtime:GluonJITFunction",
 GluonASTSource = _take("triton.experimental.gluon._runtime:GluonASTSource",
     without="as gluon, in packages", optional=True)
 ASTSource = _take("triton.compiler:ASTSource",
-    without="packages hold only kernels that Inductor launches", optional=True)
+    without="packages cannot hold kernels", optional=True)
 GPUTarget = _take("triton.backends.compiler:GPUTarget", without="as ASTSource", optional=True)
 ptxas_version = _take("triton.backends.nvidia.compiler:get_ptxas_version",
     without="as AsyncCompile", optional=True)

@@ -135,8 +135,7 @@ def describe(kernel: triton.JITFunction, arguments: Sequence, options: dict) -> 
 
 
 def travels() -> bool:
-    """Whether what opaque ops launch can be compiled into a package: with the Triton that is here
-    it was seen how compiled kernels are called."""
+    """Whether packages can hold kernels: it was seen how the Triton that is here calls them."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     names = compat.ASTSource, compat.GPUTarget, compat.GluonASTSource, compat.GluonJITFunction
     return compat.GLUON[0] <= version <= compat.GLUON[1] and None not in names
@@ -144,7 +143,7 @@ def travels() -> bool:
 
 # -- before they are launched ----
 
-# Inductor does not see what opaque ops launch, so their first launch would compile it: 4 to 6 s for
+# Inductor does not see what our ops launch, so their first launch would compile it: 4 to 6 s for
 # the Hopper kernel on an H200's host, with the GPU waiting. In a thread of this process that takes
 # 2.4 to 2.8 s of the interpreter, for which Inductor waits.
 LONGEST = 120.0  # seconds to wait for many; what is not compiled then compiles where it is launched

@@ -1,11 +1,8 @@
-"""Two ways to launch a Triton kernel, each ``run(kernel, grid, tensors, numbers, **options)`` for
-``kernel[grid](*tensors, *numbers, **options)``.
+"""The way to launch a Triton kernel: ``run(kernel, grid, tensors, numbers, **options)`` is
+``kernel[grid](*tensors, *numbers, **options)`` without Triton's look-up of what is compiled.
 
-launch_traced   seen by torch, where it traces a triton_op: Inductor compiles and launches.
-launch_cached   from an op that is opaque to torch, without Triton's look-up of what is compiled.
-
-Inside `noted` both launch nothing and write down what they would; tensors may be on meta.
-compile.py compiles that in other processes, and `launch_cached` waits for it.
+Inside `noted` it launches nothing and writes down what it would; tensors may be on meta. compile.py
+compiles that in other processes, and `run` waits for it.
 """
 
 import contextlib
@@ -17,7 +14,6 @@ from collections.abc import Iterator
 import torch
 import triton
 from torch import Tensor
-from torch.library import wrap_triton
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.compile import FP_FUSION, Launch, await_compiled
@@ -51,10 +47,6 @@ def noted() -> Iterator[list[Launch]]:
         _noting.launches = before
 
 
-def _note(kernel: triton.JITFunction, grid: tuple, arguments: tuple, options: dict) -> None:
-    _noting.launches.append(Launch(kernel, grid, tuple(map(_like, arguments)), options))
-
-
 def _like(x):
     """On meta: what is noted keeps no memory, and can be pickled."""
     if isinstance(x, Tensor):
@@ -62,28 +54,16 @@ def _like(x):
     return dataclasses.replace(x, base=_like(x.base)) if hasattr(x, "block_shape") else x
 
 
-def launch_traced(
-    kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
-) -> None:
-    fp_fusion = FP_FUSION if compat.launch_options is not None else {}
-    if _noting.launches is not None:
-        return _note(kernel, grid, (*tensors, *numbers), options | fp_fusion)
-    # On the tensors' device; on a machine without a GPU they are fake, and there is none to set.
-    is_there = torch.cuda.is_initialized()
-    with torch.cuda.device_of(tensors[0]) if is_there else contextlib.nullcontext():
-        wrap_triton(kernel)[grid](*tensors, *numbers, **options, **fp_fusion)
-
-
-def launch_cached(
-    kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options
-) -> None:
+def run(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options) -> None:
     """On the tensors' device. The block of a descriptor follows from numbers and dtypes.
 
     Triton's look-up takes 20 of the 36 us of a launch with 36 arguments (an H200's host, 3.6). It
     is done once for what differs in addresses alone, if all are aligned.
     """
     if _noting.launches is not None:
-        return _note(kernel, grid, (*tensors, *numbers), options | FP_FUSION)
+        arguments = tuple(map(_like, (*tensors, *numbers)))
+        _noting.launches.append(Launch(kernel, grid, arguments, options | FP_FUSION))
+        return
     addresses, dtypes = 0, []
     for x in tensors:
         x = x if isinstance(x, Tensor) else x.base  # of a descriptor
@@ -113,7 +93,7 @@ def _launch(kernel, grid, tensors, numbers, options, found: list | None) -> None
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(*_key) -> list:
-    """Where `launch_cached` keeps the compiled kernel."""
+    """Where `run` keeps the compiled kernel."""
     return []
 
 
@@ -134,5 +114,5 @@ def visible_argument(visible: Tensor | None, shape: tuple, unread: Tensor) -> tu
 
 
 def pdl_option(pdl: bool) -> dict:
-    """The option of programmatic dependent launch, which Inductor cannot pass on."""
+    """The option of programmatic dependent launch."""
     return {"launch_pdl": True} if pdl else {}

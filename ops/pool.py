@@ -9,37 +9,19 @@ On CPU each op is plain PyTorch; the kernels are held to it.
 Shapes: B batch, H heads, N sequence, D head_dim, M blocks of a sequence, or of a row of scores.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.launch import doubled, launch_traced
-from sage_inductor.ops.register import triton_op
+from sage_inductor.ops.launch import doubled
+from sage_inductor.ops.register import launched_by
 
 CHUNK = 512  # scores in the registers of one warp
 _SIGN, _ALL = tl.constexpr(1 << 31), tl.constexpr((1 << 32) - 1)
-
-
-@triton_op
-def pool_blocks(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] in fp32 is taken off ->
-    mean [B, H, M, D] and alike [B, H, M] of each `block` tokens, in fp32."""
-    return (_pool_plain if x.device.type == "cpu" else _launch_pool)(x, shift, block)
-
-
-def _pool_plain(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    N = x.shape[2]
-    M = (N + block - 1) // block
-    tokens = (N - torch.arange(M, device=x.device) * block).clamp(max=block)
-    x = x.float() if shift is None else x.float() - shift.unsqueeze(2)
-
-    def mean(x: Tensor) -> Tensor:
-        blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
-        return blocks.sum(3) / tokens.unsqueeze(1)
-
-    return mean(x), mean(F.normalize(x, dim=3)).square().sum(3)
 
 
 @triton.jit
@@ -78,13 +60,15 @@ def _pool_kernel(
     tl.store(Alike + pid, tl.sum(units * units, 0))
 
 
-def _launch_pool(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+def _launch_pool(
+    run: Callable, _gpu, x: Tensor, shift: Tensor | None, block: int
+) -> tuple[Tensor, Tensor]:
     B, H, N, D = x.shape
     D = int(D)  # a tile needs a number
     M, BLOCK_D = triton.cdiv(N, block), triton.next_power_of_2(D)
     mean = x.new_empty((B, H, M, D), dtype=torch.float32)
     alike = x.new_empty((B, H, M), dtype=torch.float32)
-    launch_traced(
+    run(
         _pool_kernel,
         (B * H * M,),
         (x, x if shift is None else shift, mean, alike),
@@ -103,21 +87,20 @@ def pool_warps(block_d: int) -> int:
     return max(2, block_d // 64)
 
 
-@triton_op
-def largest(scores: Tensor, counts: Tensor) -> Tensor:
-    """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32.
+@launched_by(_launch_pool)
+def pool_blocks(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+    """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] in fp32 is taken off ->
+    mean [B, H, M, D] and alike [B, H, M] of each `block` tokens, in fp32."""
+    N = x.shape[2]
+    M = (N + block - 1) // block
+    tokens = (N - torch.arange(M, device=x.device) * block).clamp(max=block)
+    x = x.float() if shift is None else x.float() - shift.unsqueeze(2)
 
-    A row has the indices of its counts[...] largest scores, and then those of the rest, both in
-    ascending order. Of equal scores the first are taken. In a row with NaN or -infinity as many
-    indices are taken, but any."""
-    return (_largest_plain if scores.device.type == "cpu" else _launch_largest)(scores, counts)
+    def mean(x: Tensor) -> Tensor:
+        blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
+        return blocks.sum(3) / tokens.unsqueeze(1)
 
-
-def _largest_plain(scores: Tensor, counts: Tensor) -> Tensor:
-    M = scores.shape[-1]
-    order = scores.sort(stable=True, descending=True)[1]
-    rest = torch.arange(M, device=scores.device) >= counts.unsqueeze(-1)
-    return ((order + M * rest).sort()[0] % M).int()
+    return mean(x), mean(F.normalize(x, dim=3)).square().sum(3)
 
 
 @triton.jit
@@ -170,11 +153,25 @@ def _largest_kernel(
         equal, kept = tl.max(nth, 0), tl.max(before, 0)
 
 
-def _launch_largest(scores: Tensor, counts: Tensor) -> Tensor:
-    scores, counts = scores.contiguous(), counts.contiguous()
-    indices = torch.empty_like(scores, dtype=torch.int32)
+def _launch_largest(run: Callable, _gpu, scores: Tensor, counts: Tensor) -> list[Tensor]:
+    indices = scores.new_empty(scores.shape, dtype=torch.int32)
+    tensors, numbers = (scores, counts, indices), (scores.shape[-1], CHUNK)
+    run(_largest_kernel, (counts.shape.numel(),), tensors, numbers, num_warps=1)
+    return [indices]
+
+
+@launched_by(_launch_largest)
+def _largest(scores: Tensor, counts: Tensor) -> list[Tensor]:
     M = scores.shape[-1]
-    launch_traced(
-        _largest_kernel, (counts.numel(),), (scores, counts, indices), (M, CHUNK), num_warps=1
-    )
-    return indices
+    order = scores.sort(stable=True, descending=True)[1]
+    rest = torch.arange(M, device=scores.device) >= counts.unsqueeze(-1)
+    return [((order + M * rest).sort()[0] % M).int()]
+
+
+def largest(scores: Tensor, counts: Tensor) -> Tensor:
+    """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32.
+
+    A row has the indices of its counts[...] largest scores, and then those of the rest, both in
+    ascending order. Of equal scores the first are taken. In a row with NaN or -infinity as many
+    indices are taken, but any."""
+    return _largest(scores.contiguous(), counts.contiguous())[0]

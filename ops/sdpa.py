@@ -20,23 +20,21 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops.attention.select import Problem, attention, attention_opaque, select
+from sage_inductor.ops.attention.select import Problem, attention, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, Prepared
-from sage_inductor.ops.launch import fix_head_dims, launch_cached
+from sage_inductor.ops.launch import fix_head_dims
 from sage_inductor.ops.quantize.op import (
     empty_kv,
     quantize_k,
     quantize_kv,
-    quantize_kv_opaque,
     quantize_nvfp4,
     quantize_v,
     smooth,
@@ -44,7 +42,7 @@ from sage_inductor.ops.quantize.op import (
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.register import autocast, opaque, opens
+from sage_inductor.ops.register import autocast, launched_by, opens
 from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists, Visibility, seen_keys
 
 
@@ -68,7 +66,7 @@ class SdpaCall(NamedTuple):
     recipe: str  # Recipe.encode()
     warpgroups: int | None  # the schedule of the Hopper kernel: select.hopper_tile
     out_bnhd: bool  # store out in [B, N, H, D] order
-    portable: bool  # only kernels that travel in an exported package
+    portable: bool  # for a package: on CPU it opens into aten, and aten corrects lse
     kv_num_blocks: Tensor | None = None  # lists of blocks that queries see: BlockLists, any strides
     kv_indices: Tensor | None = None
     full_kv_num_blocks: Tensor | None = None
@@ -122,8 +120,7 @@ def _sdpa(call: SdpaCall) -> tuple[Tensor, Tensor]:
     Raises ValueError or TypeError saying what must hold and what was got.
     """
     check(call)
-    with torch.cuda.device_of(call.q):
-        return compose(call)
+    return compose(call)
 
 
 sdpa = torch.library.custom_op(
@@ -140,8 +137,7 @@ def prepare_kv(
     Arguments: as `sdpa`'s. Returns `Prepared.tensors()`, contiguous; none of them differentiable.
     """
     check(SdpaCall.of(k, k, v, 0.0, recipe))
-    with torch.cuda.device_of(k):
-        prepared = compose_prepare(k, v, attn_mask, recipe, portable)
+    prepared = compose_prepare(k, v, attn_mask, recipe, portable)
     # The means of k and v are parts of one tensor, which outputs of an op may not be.
     return [x.clone(memory_format=torch.contiguous_format) for x in prepared]
 
@@ -233,34 +229,25 @@ def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
     """`sdpa`, as calls of the ops that it is made of."""
     out, lse, k_mean = attend(call)
     correction = lse, call.q, k_mean, call.scale
-    if call.portable or call.q.device.type == "cpu":
-        return out, unsmoothed_lse(*correction)
-    return out, *unsmoothed_lse_opaque(*correction)
+    return out, *(_unsmoothed_lse if call.portable else unsmoothed_lse)(*correction)
 
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse of the smoothed keys, and k_mean."""
-    inputs, k_mean, is_opaque = kernel_inputs(call)
-    out, lse = (attention_opaque if is_opaque else attention)(*inputs)
-    return out, lse, k_mean
+    inputs, k_mean = kernel_inputs(call)
+    return *attention(*inputs), k_mean
 
 
-def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor, bool]:
-    """What the attention op takes, k_mean, and whether that op is opaque."""
+def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor]:
+    """What the attention op takes, and k_mean."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
     q, k, v = call.q, call.k, call.v
-    is_opaque, visibility = _for_kernel(
-        k, v, call.attn_mask, call.band, recipe, call.portable, call.blocks
-    )
-    if call.prepared:
-        prepared = Prepared(*call.prepared)
-    else:
-        prepared = prepare(k, v, visibility, recipe, is_opaque)
-    warpgroups = call.warpgroups if is_opaque else None
+    visibility = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
+    prepared = Prepared(*call.prepared) if call.prepared else prepare(k, v, visibility, recipe)
     inputs = attention_call(
-        q, k, v, prepared, visibility, call.scale, recipe, call.out_bnhd, warpgroups
+        q, k, v, prepared, visibility, call.scale, recipe, call.out_bnhd, call.warpgroups
     )
-    return inputs, prepared.k_mean, is_opaque
+    return inputs, prepared.k_mean
 
 
 def attention_call(
@@ -279,32 +266,18 @@ def attention_call(
     )
 
 
-def unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> Tensor:
+def _unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> list[Tensor]:
     """lse [B, H_q, N_q] with what smoothing took off it: k_mean [B, H_kv, D] off every key."""
     group = q.unflatten(1, (k_mean.shape[1], -1))  # [B, H_kv, H_q / H_kv, N_q, D]
     # In fp32, as k_mean.
-    return lse + scale * (group * k_mean[:, :, None, None]).sum(-1).flatten(1, 2)
+    return [lse + scale * (group * k_mean[:, :, None, None]).sum(-1).flatten(1, 2)]
 
 
-def _unsmoothed_lse_opaque(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> list[Tensor]:
-    """One tensor. (replay.py returns those of an op as a list.)"""
-    return [launch_unsmooth(lse, q, k_mean, scale, launch_cached)]
-
-
-def launched_lse(given: dict, run: Callable, _gpu) -> list[Tensor]:
-    """What `unsmoothed_lse_opaque` launches, of tensors on meta, by `run`."""
-    return [launch_unsmooth(**given, run=run)]
-
-
-# lse is rarely read. One opaque op instead of 8 aten ops saves 1 s of 20 s of tracing (24 layers),
-# and where it is read 300 of 331 us (64 heads of 64, 8K tokens; H100): aten stores fp32 products.
-unsmoothed_lse_opaque = opaque(
-    "unsmoothed_lse",
-    _unsmoothed_lse_opaque,
-    lambda lse, *_: [torch.empty_like(lse)],
-    launched_lse,
-    in_packages=False,  # aten computes it there
-    ahead=False,  # every call of sdpa is traced with it, few keep it
+# lse is rarely read. One op instead of 8 of aten saves 1 s of 20 s of tracing (24 layers), and
+# where it is read 300 of 331 us (64 heads of 64, 8K tokens; H100): aten stores fp32 products. Every
+# call of sdpa is traced with it and few keep it, so its kernel is not compiled ahead.
+unsmoothed_lse = launched_by(lambda run, _gpu, *given: [launch_unsmooth(*given, run)], ahead=False)(
+    _unsmoothed_lse
 )
 
 
@@ -313,40 +286,36 @@ def compose_prepare(
 ) -> list[Tensor]:
     """`prepare_kv`, as calls of the ops that it is made of."""
     r = decode(recipe)
-    is_opaque, visibility = _for_kernel(k, v, attn_mask, (None, None, False), r, portable)
-    return prepare(k, v, visibility, r, is_opaque).tensors()
+    visibility = _visibility(k, v, attn_mask, (None, None, False), r)
+    return prepare(k, v, visibility, r).tensors()
 
 
-def _for_kernel(
-    k, v, attn_mask, band, recipe: Recipe, portable: bool, blocks: BlockLists = NO_LISTS
-) -> tuple[bool, Visibility]:
-    """Whether an opaque op computes the call, and what its tiles of queries see."""
-    problem = Problem.of(k, v, recipe, attn_mask is not None, portable, blocks.size)
-    kernel, tile = select(problem)
-    return not kernel.traced, Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
+def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS) -> Visibility:
+    """What the tiles of queries see of the kernel that computes the call."""
+    tile = select(Problem.of(k, v, recipe, attn_mask is not None, blocks.size))
+    return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
 
 
-def prepare(
-    k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe, is_opaque: bool = False
-) -> Prepared:
-    """What kernels read of k and v. is_opaque: torch need not look inside."""
+def prepare(k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe) -> Prepared:
+    """What kernels read of k and v."""
     visible, text, pv = visibility.keys(k), recipe.encode(), recipe.of_pv
     saturate = visible is not None
     if recipe.sharing.one_pass:
-        op = quantize_kv_opaque if is_opaque else quantize_kv
-        return Prepared(*op(k, None if pv.dtype is None else v, visible, text))
+        return Prepared(*quantize_kv(k, None if pv.dtype is None else v, visible, text))
     if pv.block_scaled:
-        (k_mean, k_amax), (v_mean, v_amax) = ((x[0] for x in smooth([x], visible)) for x in (k, v))
+        (k_mean, k_amax), (v_mean, v_amax) = (
+            (x[0] for x in smooth(x, None, visible)) for x in (k, v)
+        )
         k_codes, k_blocks, k_scale = quantize_nvfp4(k, k_mean, k_amax, False, saturate)
         v_codes, v_blocks, v_scale = quantize_nvfp4(v, v_mean, v_amax, True, saturate)
         return Prepared(k_codes, k_scale, k_mean, v_codes, v_scale, v_mean, k_blocks, v_blocks)
     if pv.dtype is not None and v.shape[3] == k.shape[3]:
-        mean, amax = smooth([k, v], visible)  # [2, B, H_kv, D]: one launch
+        mean, amax = smooth(k, v, visible)  # [2, B, H_kv, D]: one launch
         k_mean, v_mean, v_amax = mean[0], mean[1], amax[1]
     else:
-        k_mean = smooth([k], visible)[0][0]
+        k_mean = smooth(k, None, visible)[0][0]
         if pv.dtype is not None:
-            v_mean, v_amax = (x[0] for x in smooth([v], visible, keep=0))
+            v_mean, v_amax = (x[0] for x in smooth(v, None, visible, 0))
     of_k = *quantize_k(k, k_mean, text, visible), k_mean
     if pv.dtype is None:
         return Prepared(*of_k)
@@ -414,8 +383,6 @@ prepare_kv.register_autograd(
 )
 autocast("sdpa")
 autocast("prepare")
-opens(
-    sdpa, lambda *args: compose(SdpaCall(*args)), stored=(1, 2),
-    portable=SdpaCall._fields.index("portable"),
-)  # fmt: skip
-opens(prepare_kv, compose_prepare, stored=(0, 1), portable=4)
+of_portable = SdpaCall._fields.index("portable")
+opens(sdpa, lambda *args: compose(SdpaCall(*args)), portable=of_portable)
+opens(prepare_kv, compose_prepare, portable=4)

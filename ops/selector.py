@@ -66,7 +66,7 @@ def compose_select(
     ascending order, and then the others: BlockLists' first two.
     """
     with torch.autocast(q.device.type, enabled=False):
-        shift = smooth([k], None)[0][0]
+        shift = smooth(k, None, None)[0][0]
         (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
             _pool(*x, similarity, dense_first, dense_last)
             for x in ((q, None, block_q), (k, shift, block_kv))
@@ -119,4 +119,4 @@ def _(q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, b
     return counts, q.new_empty((*rows, (N + block_kv - 1) // block_kv), dtype=torch.int32)
 
 
-opens(select_blocks, compose_select, stored=(0, 1))
+opens(select_blocks, compose_select)

@@ -15,7 +15,7 @@ import torch
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.notes import lost
-from sage_inductor.patterns import flex, modules, ours, sdpa, sdpa_backends
+from sage_inductor.patterns import flex, modules, ours, packed, sdpa, sdpa_backends
 from sage_inductor.patterns.bands import prove
 from sage_inductor.patterns.call import FULL, Call, Decision, Site, gathered, unreadable
 from sage_inductor.patterns.graph import GraphIndex, graph_modules, noting_guards, value_of
@@ -24,7 +24,7 @@ from sage_inductor.patterns.softmax import build as softmax
 
 __all__ = ["Decision", "Site", "rewrite"]
 
-FINDERS = (sdpa.find, sdpa_backends.find, softmax.find, modules.find, flex.find)
+FINDERS = (sdpa.find, sdpa_backends.find, softmax.find, modules.find, flex.find, packed.find)
 _log = logging.getLogger("sage_inductor")
 
 

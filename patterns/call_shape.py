@@ -12,7 +12,7 @@ import torch
 
 from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.select import Kernel, Problem, select
+from sage_inductor.ops.attention.select import Problem, select
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import Recipe
@@ -72,10 +72,10 @@ class CallShape(NamedTuple):
         """None: CPU."""
         return None if self.device.type == "cpu" else gpus.capability(self.device)
 
-    def kernel(self, recipe: Recipe) -> Kernel:
-        """What computes such calls. Raises ValueError where nothing does."""
+    def tile(self, recipe: Recipe) -> Tile:
+        """Of the kernel that computes all such calls. Raises ValueError where there is none."""
         given = self.capability, recipe, self.head_dim, self.mask is not None
-        return select(Problem(*given, block_size=self.block_size)).kernel
+        return select(Problem(*given, block_size=self.block_size))
 
     def suits_hopper(self, recipe: Recipe) -> bool:
         """Whether the Hopper kernel computes such calls, where it is there."""

@@ -97,9 +97,8 @@ FROM_LENGTH = Cause("no known gain: {} wins from N={} (sage.force=True overrides
     "N < {1}")
 LISTS_FROM_LENGTH = Cause("no known gain: {} by block lists wins from N={}", _TOO_SHORT, "N < {1}")
 TOO_SHORT = Cause("no known gain: a call with fewer than {} queries or keys", _TOO_SHORT, "N < {}")
-NOT_IN_A_PACKAGE = Cause("no known gain: {} in a package was not measured{}",
-    "export with a Triton that it is tested with, or set options={'sage.force': True}",
-    "no kernel that travels was measured")
+NOT_IN_A_PACKAGE = Cause("with Triton {} no kernel can travel in a package",
+    "export with a Triton that it is tested with")
 NEVER_TUNED = Cause(
     "no known gain: {} was not measured on {}: run `python -m sage_inductor tune` there",
     "run `python -m sage_inductor tune`, leave sage.calibrate on, or set options={'sage.force': "
@@ -113,7 +112,7 @@ NOT_MEASURABLE = Cause("no known gain: {} was not measured on {}: {}",
 UNREPEATED = Cause("SDPA, heads not repeated: {} of k and v for {} of q; {}",
     "nothing to do: SDPA computes the same in less time", "SDPA, heads not repeated",
     requested=True)
-LISTS_UNMEASURED = Cause("no known gain: {} by block lists was not measured{}",
+LISTS_UNMEASURED = Cause("no known gain: {} by block lists was not measured",
     "set options={'sage.force': True}; make a causal or window BlockMask inside the compiled "
     "function")
 
@@ -222,6 +221,15 @@ MASK_MOD = Cause("mask_mod is not full, causal or a sliding window",
     "give other masks to F.scaled_dot_product_attention, as attn_mask")
 BLOCK_SIZE = Cause("a BlockMask must have blocks of {}, got {}",
     "give create_block_mask or from_kv_blocks one of these as BLOCK_SIZE")
+
+# -- other libraries' ops (packed.py) ----
+
+PACKED = Cause("packed sequences have no 8-bit kernel: {} tokens in {} documents",
+    "nothing to do where documents are short; a long one gains as a call of "
+    "F.scaled_dot_product_attention of its own", "packed sequences")
+PAGES = Cause("the keys lie in pages", "give contiguous keys; servers have kernels of their own")
+ANOTHER_KERNEL = Cause("`{}` is another library's kernel",
+    'call F.scaled_dot_product_attention (attn_implementation="sdpa" in transformers)')
 
 # -- attention that is written out by hand (softmax/) ----
 

@@ -75,7 +75,8 @@ class _Package(types.ModuleType):
 
     def __getattr__(self, name: str):
         if name not in _PLACE_OF:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            what = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(what, name=name, obj=self)  # Python tells a near name
         value = getattr(importlib.import_module(f"{__name__}.{_PLACE_OF[name]}"), name)
         vars(self)[name] = value
         return value

@@ -307,8 +307,9 @@ def _measuring(
     """Gives a context of (a Diagnosis, what runs a model and measures it), after a check of what is
     given. The Diagnosis is filled when the context ends."""
     named = some_of(tuple(NAMED), name, recipes)
-    if not 0 < tolerance < 1:
-        raise ValueError(f"{name}: tolerance must be a fraction, as 0.05 for 5 %, got {tolerance}")
+    if not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
+        what = "tolerance must be a fraction, as 0.05 for 5 %"
+        raise ValueError(f"{name}: {what}, got {tolerance!r}")
     if path is not None:
         try:
             tables.check_file(path)

@@ -48,7 +48,8 @@ def rewrite(
     """
     if not isinstance(exported_program, torch.export.ExportedProgram):
         raise TypeError(
-            f"rewrite takes a program of torch.export.export, got {type(exported_program).__name__}"
+            "rewrite takes a program, what torch.export.export(model, inputs) returns, got "
+            f"{type(exported_program).__name__}"
         )
     ours, theirs = split(options or {})
     if theirs or "mode" in ours:

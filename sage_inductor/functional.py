@@ -160,10 +160,10 @@ def _check(
     H_q, H_kv = q.shape[-3], k.shape[-3]
     if q.dim() == 4 and not enable_gqa and H_q != H_kv and 1 not in (H_q, H_kv):
         raise _refused(f"q has {H_q} heads and k {H_kv}: set enable_gqa=True")
-    *_, N_q, N_kv = scores = [*q.shape[:-1], k.shape[-2]]
-    *_, rows, keys = (1, 1) if attn_mask is None else (1, 1, *attn_mask.shape)
-    if rows not in (1, N_q) or keys not in (1, N_kv):
-        raise _refused(f"attn_mask must broadcast to {scores}, got {list(attn_mask.shape)}")
+    scores = [*map(max, q.shape[:-2], k.shape[:-2]), q.shape[-2], k.shape[-2]]
+    shape = () if attn_mask is None or q.dim() != k.dim() else attn_mask.shape
+    if any(n not in (1, m) for n, m in zip(reversed(shape), reversed(scores), strict=False)):
+        raise _refused(f"attn_mask must broadcast to {scores}, got {list(shape)}")
 
 
 # What other libraries call an argument, and what it is here.

@@ -141,6 +141,8 @@ class Policy:
     rules: Sequence[Rule] = ()  # kept as a tuple
 
     def __post_init__(self):
+        if not isinstance(self.rules, Sequence) or isinstance(self.rules, str):
+            raise ValueError(f"Policy: rules must be a list of Rules, got {self.rules!r}")
         for number, rule in enumerate(self.rules, 1):
             if not isinstance(rule, Rule):
                 raise ValueError(f"Policy: rule {number}: must be a Rule, got {rule!r}")

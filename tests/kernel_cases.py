@@ -23,18 +23,17 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from bench.providers import walk_of
+from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import (
     Problem,
     attention,
-    attention_opaque,
     hopper_tile,
     select,
 )
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.launch import launch_cached
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
@@ -251,7 +250,7 @@ class Interpreted:
 
 @dataclasses.dataclass(frozen=True)
 class OnGpu:
-    """An op, by the kernel and the tile that it selects."""
+    """The op. portable: the kernel of every call, though the Hopper kernel computes this one."""
 
     portable: bool
     tile: Tile | None = None
@@ -260,15 +259,13 @@ class OnGpu:
 
     def of(self, recipe: Recipe, head_dim: int, masked: bool, size) -> "OnGpu":
         capability = torch.cuda.get_device_capability()
-        kernel, tile = select(Problem(capability, recipe, head_dim, masked, self.portable, size))
-        # A traced kernel's tile asks for no register cap here.
-        return OnGpu(self.portable or kernel.traced, tile)
+        return OnGpu(self.portable, select(Problem(capability, recipe, head_dim, masked, size)))
 
     def prepare(self, *_) -> None:
         """The device's kernels do it."""
 
     def launch(self, a: AttentionCall) -> tuple[Tensor, Tensor]:
-        return (attention if self.portable else attention_opaque)(*a)
+        return attention(*(a._replace(warpgroups=0) if self.portable else a))
 
     def of_hopper(self, a: AttentionCall) -> Tile | None:
         """The Hopper kernel's tile, where that computes the call."""
@@ -308,7 +305,7 @@ class OfHopper(OnGpu):
         from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
 
         assert plan.why_not(a) is None
-        return plan.launch(a, self.tile, launch_cached)
+        return plan.launch(a, self.tile, launch.run)
 
     def emulate(self, a: AttentionCall) -> tuple[Tensor, Tensor]:
         return hopper_emulation(a, self.tile)

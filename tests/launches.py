@@ -1,4 +1,4 @@
-"""Calls of the opaque ops, as their Python plans them and as fake_driver.h writes them down."""
+"""Calls of the ops of kernels, as their Python plans them and as fake_driver.h writes them down."""
 
 import ctypes
 import dataclasses
@@ -18,14 +18,12 @@ from noted import H200
 
 from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import TensorArgument
-from sage_inductor.ops.attention import select, tiles
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation
 from sage_inductor.ops.formats import pad_head_dim
-from sage_inductor.ops.quantize import op as preparation
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import launched_lse
-from sage_inductor.ops.training import rowscaled
+from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.visibility import BlockLists
 
 FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
@@ -224,7 +222,7 @@ def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
     label = Labels(
         {x.untyped_storage()._cdata: k for k, x in given.items() if isinstance(x, torch.Tensor)}
     )
-    found = launch(given, run, H200._replace(processors=processors))
+    found = launch(run, H200._replace(processors=processors), *given.values())
     outputs = [(describe(x), list(x.shape), list(x.stride()), KINDS[x.dtype]) for x in found]
     made = {name: size for name, size in sizes.items() if name.startswith("made")}
     views = {name: (label.seen.get(of), byte) for name, (of, byte) in views.items()}
@@ -288,17 +286,29 @@ def attention(
     dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None,
     lists: tuple = (), **given,
 ) -> dict:  # fmt: skip
-    """The arguments of attention_opaque. lists: of blocks of 128, for each head or for all."""
+    """The arguments of attention. lists: of blocks of 128, for each head or for all."""
     r, f = NAMED[recipe], Facts.of
     H_q, H_kv = map(f, heads)
     D_v = D_v or D
     N_pad = (N_kv + f(127)) // f(128) * f(128)
     shape = B, H_q, N_q, f(D)
     groups = f(r.sharing.k_groups)
-    k = contiguous(torch.int8, B, H_kv, N_pad, f(pad_head_dim(D)))
+    width = f(pad_head_dim(D))
+    k = contiguous(r.of_qk.dtype, B, H_kv, N_pad, width // f(r.of_qk.packed))
     k_scale = contiguous(torch.float32, B, H_kv, N_pad // f(64), groups)
     v_scale = v_mean = attn_mask = tile_summary = None
-    if r.pv == "fp8":
+    if r.of_qk.smooths_q:
+        count = (N_q + f(255)) // f(128)
+        for name, n in ("q_mean", f(D)), ("delta", N_pad):
+            given[name] = contiguous(torch.bfloat16, B, H_q, count, n)
+    if r.pv == "nvfp4":
+        k_scale = contiguous(torch.float32, B, H_kv)
+        of_v = f(pad_head_dim(D_v))
+        codes = contiguous(torch.uint8, B, H_kv, of_v, N_pad // f(2))
+        given["k_blocks"] = contiguous(torch.uint8, B, H_kv, N_pad, width // f(16))
+        given["v_blocks"] = contiguous(torch.uint8, B, H_kv, of_v, N_pad // f(16))
+        v_scale = v_mean = contiguous(torch.float32, B, H_kv, f(D_v))
+    elif r.pv == "fp8":
         codes = contiguous(torch.float8_e4m3fn, B, H_kv, f(pad_head_dim(D_v)), N_pad)
         v_scale = v_mean = contiguous(torch.float32, B, H_kv, f(D_v))
     else:
@@ -337,7 +347,7 @@ def quantize(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, D_v: int | None = None, heads: int = 16,
     layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16, recipe: str = FP8,
 ) -> dict:  # fmt: skip
-    """The arguments of quantize_kv_opaque. D_v 0: k alone."""
+    """The arguments of quantize_kv. D_v 0: k alone."""
     f, one = Facts.of, Facts.of(1)
     k, v = ((B, f(heads), N_kv, f(n)) for n in (D, D if D_v is None else D_v))
     shown = {"batch": (B, one, N_kv), "one": (one, one, N_kv), "all": (B, f(heads), N_kv)}
@@ -387,6 +397,31 @@ def correct(
     return {"lse": lse, "q": q, "k_mean": k_mean, "scale": -(D**-0.5)}
 
 
+def prepare(
+    B: Facts, N_q: Facts, N_kv: Facts, D: int, op: str, heads: int = 16, layout: str = "bnhd",
+    visible: bool = False, two: bool = False, recipe: str = "sage2-8b", along_n: bool = False,
+) -> dict:  # fmt: skip
+    """The arguments of an op that prepares k or v, or selects blocks of 128 keys."""
+    f = Facts.of
+    of = B, f(heads), N_kv, f(D)
+    x = tensor(torch.bfloat16, of, strides(layout, of))
+    mean = contiguous(torch.float32, B, f(heads), f(D))
+    rows = contiguous(torch.uint8, B, f(1), N_kv) if visible else None
+    blocks = (N_kv + f(127)) // f(128)
+    text, of_rows = NAMED[recipe].encode(), (B, f(heads), N_q)
+    scores = contiguous(torch.float32, *of_rows, blocks)
+    return {
+        "smooth": {"x": x, "other": x if two else None, "visible": rows, "keep": 1 - two},
+        "quantize_k": {"k": x, "k_mean": mean, "recipe": text, "visible": rows},
+        "quantize_v": {"v": x, "v_mean": mean, "v_amax": mean, "recipe": text, "saturate": visible},
+        "quantize_nvfp4": {
+            "x": x, "mean": mean, "amax": mean, "along_n": along_n, "saturate": visible,
+        },
+        "pool_blocks": {"x": x, "shift": mean if two else None, "block": 128},
+        "largest": {"scores": scores, "counts": contiguous(torch.int32, *of_rows)},
+    }[op]  # fmt: skip
+
+
 ANY, SHORT = Facts(1, math.inf), Facts(1, 32768)
 CAUSAL = {"right": 0}
 ATTENTION = {  # name -> B, N, the others of `attention`
@@ -418,6 +453,8 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "lists": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads", "heads"))),
     "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
     "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
+    "int4": (Facts(1, 64), SHORT, dict(recipe="sage2-4b", D=128, q="chunked", **CAUSAL)),
+    "fp4": (Facts(1, 64), SHORT, dict(recipe="sage3", D=72, heads=(10, 5), mask="rows")),
 }  # fmt: skip
 QUANTIZE = {
     "kv": (Facts(1, 64), SHORT, dict(D=128)),
@@ -450,12 +487,29 @@ CORRECTED = {
     "lse": (Facts(1, 64), SHORT, dict(D=128, heads=(32, 8))),
     "lse_72": (Facts(1, 64), SHORT, dict(D=72, heads=(5, 5), layout="every_other")),
 }
-CALLS = ATTENTION | QUANTIZE | TRAINED | CORRECTED
+PREPARED = {
+    "smooth": (Facts(1, 64), ANY, dict(op="smooth", D=128)),
+    "smooth_two": (Facts(1, 64), SHORT, dict(op="smooth", D=72, heads=5, two=True, layout="apart")),
+    "smooth_rows": (Facts(1, 64), SHORT, dict(op="smooth", D=128, two=True, visible=True)),
+    "only_k": (Facts(1, 64), ANY, dict(op="quantize_k", D=128, layout="chunked")),
+    "only_k_4": (Facts(1, 64), SHORT, dict(op="quantize_k", D=80, recipe="sage2-4b", visible=True)),
+    "only_v": (Facts(1, 64), SHORT, dict(op="quantize_v", D=128, visible=True)),
+    "fp4_k": (Facts(1, 64), SHORT, dict(op="quantize_nvfp4", D=128)),
+    "fp4_v": (Facts.of(2), ANY, dict(op="quantize_nvfp4", D=72, along_n=True, visible=True)),
+    "pool": (Facts(1, 64), SHORT, dict(op="pool_blocks", D=128, layout="every_other")),
+    "pool_less": (Facts(1, 64), ANY, dict(op="pool_blocks", D=64, two=True)),
+    "largest": (Facts(1, 64), SHORT, dict(op="largest", D=64)),
+}
+PACKAGED = ATTENTION | QUANTIZE | CORRECTED | PREPARED
+CALLS = PACKAGED | TRAINED
 LENGTHS = 1, 2, 5, 77, 128, 1000, 2047, 2048, 3584, 6143, 6144, 16000
 
 
 def arguments(name: str, *sizes: Facts) -> dict:
-    ofs = (ATTENTION, attention), (QUANTIZE, quantize), (TRAINED, train), (CORRECTED, correct)
+    ofs = (
+        (ATTENTION, attention), (QUANTIZE, quantize), (TRAINED, train), (CORRECTED, correct),
+        (PREPARED, prepare),
+    )  # fmt: skip
     of = next(of for names, of in ofs if name in names)
     return of(*sizes, **CALLS[name][2])
 
@@ -465,13 +519,18 @@ def call_of(name: str, N: int, B: int = 2) -> dict:
     return known(arguments(name, *map(Facts.of, (B, N, N))))
 
 
+def op_of(name: str):
+    of_training = "rowscaled_backward" if "backward" in name else "rowscaled"
+    ofs = (
+        (ATTENTION, "attention"), (QUANTIZE, "quantize_kv"), (TRAINED, of_training),
+        (CORRECTED, "unsmoothed_lse"),
+    )  # fmt: skip
+    op = PREPARED[name][2]["op"] if name in PREPARED else next(op for x, op in ofs if name in x)
+    return getattr(torch.ops.sage, op).default
+
+
 def launch_of(name: str):
-    if name in TRAINED:
-        backward = "backward" in name
-        return rowscaled.launched_backward if backward else rowscaled.launched
-    if name in CORRECTED:
-        return launched_lse
-    return select.launched if name in ATTENTION else preparation.launched
+    return LAUNCHES[op_of(name)]
 
 
 def drawn(name: str, rng: random.Random) -> tuple[dict, int]:

@@ -5,22 +5,22 @@ restates a kernel's arguments. Strides are multiples of 16 elements, lengths are
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import support
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_inductor.ops import gpus
 from sage_inductor.ops import pool as of_tokens
-from sage_inductor.ops.attention import select, tiles
-from sage_inductor.ops.attention_call import AttentionCall
+from sage_inductor.ops.attention import select, tiles, triton
 from sage_inductor.ops.compile import Compilation, Launch, describe
-from sage_inductor.ops.launch import launch_cached, noted
-from sage_inductor.ops.quantize.op import _quantize_kv_opaque
-from sage_inductor.ops.quantize.smooth import launch_unsmooth
-from sage_inductor.ops.sdpa import SdpaCall, kernel_inputs
+from sage_inductor.ops.launch import noted, run
+from sage_inductor.ops.register import LAUNCHES
+from sage_inductor.ops.sdpa import SdpaCall, kernel_inputs, unsmoothed_lse
 from sage_inductor.ops.training import rowscaled as of_rowscaled
 from sage_inductor.ops.training import sagebwd as of_sagebwd
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
@@ -41,8 +41,17 @@ def here(capability: tuple[int, int], processors: int = H200.processors) -> Iter
         yield
 
 
+class Launching(TorchDispatchMode):
+    """An op launches what it does on a GPU. (For tensors without memory torch runs its fake.)"""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in LAUNCHES:
+            return LAUNCHES[function](run, args[0].device, *args)
+        return function(*args, **(kwargs or {}))
+
+
 def launches(call: Callable, capability: tuple[int, int], *args, **kwargs) -> list[Launch]:
-    with here(capability), noted() as found:
+    with here(capability), noted() as found, Launching():
         call(*args, **kwargs)
     return found
 
@@ -127,60 +136,53 @@ def sdpa_call(
     return SdpaCall(*found)
 
 
-def inputs_of(call: SdpaCall) -> tuple[AttentionCall, bool]:
-    """What prepares k and v is launched; what the attention op is given, and whether Inductor does
-    not see it."""
-    # For tensors without memory torch would run the opaque op's fake.
-    with mock.patch.dict(kernel_inputs.__globals__, quantize_kv_opaque=_quantize_kv_opaque):
-        inputs, _, is_opaque = kernel_inputs(call)
-    return inputs, is_opaque
-
-
 def attend(call: SdpaCall) -> None:
     """As sage::sdpa, but for lse's correction."""
-    inputs, is_opaque = inputs_of(call)
-    (select._attention_opaque if is_opaque else select._attention)(inputs)
+    with Launching():
+        select.attention(*kernel_inputs(call)[0])
 
 
-def sdpa(recipe: str, traced: bool = False, **given) -> None:
-    """As `attend`. traced: what Inductor sees, though there be another kernel."""
-    if traced:
-        select._attention(inputs_of(sdpa_call(recipe, **given))[0])
-    else:
-        attend(sdpa_call(recipe, **given))
+def sdpa(recipe: str, pointers: bool = False, **given) -> None:
+    """pointers: by the kernel of every call, as on a GPU whose tile has no register cap."""
+    call = sdpa_call(recipe, **given)
+    if not pointers:
+        return attend(call)
+    a, _ = kernel_inputs(call)
+    tile = dataclasses.replace(select._tile(a, gpus.capability(a.q.device)), maxnreg=None)
+    triton.launch(a, tile, run)
 
 
 def hopper(tile: tiles.Tile, pv: str, rotated: bool = False, **given) -> None:
     """As `attend`, by this tile of the Hopper kernel."""
     recipe = {"fp8": "sage2-8b", "16bit": "sage1"}[pv] + ("-rotated" if rotated else "-per-token")
-    select._hopper().launch(inputs_of(sdpa_call(recipe, **given))[0], tile, launch_cached)
+    select._hopper().launch(kernel_inputs(sdpa_call(recipe, **given))[0], tile, run)
 
 
 def unsmooth(D: int) -> None:
     q, k, _ = qkv(D)
-    launch_unsmooth(q[..., 0].float(), q, k[:, :, 0].float(), 0.1, launch_cached)
+    unsmoothed_lse(q[..., 0].float(), q, k[:, :, 0].float(), 0.1)
 
 
 def pool(D: int, block: int, shifted: bool) -> None:
     x = qkv(D)[1]
-    of_tokens._launch_pool(x, x[:, :, 0].float() if shifted else None, block)
+    of_tokens.pool_blocks(x, x[:, :, 0].float() if shifted else None, block)
 
 
 def largest() -> None:
     scores = empty(B, H_Q, 37, 577, dtype=torch.float32)
-    of_tokens._launch_largest(scores, empty(B, H_Q, 37, dtype=torch.int32))
+    of_tokens.largest(scores, empty(B, H_Q, 37, dtype=torch.int32))
 
 
 def sagebwd(D: int = 128, is_causal: bool = False, dtype=torch.bfloat16) -> None:
     """A step: forward and backward."""
     q, k, v = qkv(D, dtype)
     last = is_causal, 0.1, True
-    saved = of_sagebwd.sagebwd._init_fn(q, k, v, *last)
-    of_sagebwd.sagebwd_backward._init_fn(q, v, *saved, *last)
+    saved = of_sagebwd.sagebwd(q, k, v, *last)
+    of_sagebwd.sagebwd_backward(q, v, *saved, *last)
 
 
 def rowscaled(D: int = 128, is_causal: bool = False, dtype=torch.bfloat16, lengths=LENGTHS) -> None:
     """As `sagebwd`."""
     q, k, v = qkv(D, dtype, lengths[:1] * 2 if is_causal else lengths)
-    out, *kept = of_rowscaled.rowscaled._init_fn(q, k, v, is_causal, 0.1, True)
-    of_rowscaled.rowscaled_backward._init_fn(q, out, *kept, k.shape[2], 0.1, True)
+    out, *kept = of_rowscaled.rowscaled(q, k, v, is_causal, 0.1, True)
+    of_rowscaled.rowscaled_backward(q, out, *kept, k.shape[2], 0.1, True)

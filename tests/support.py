@@ -19,11 +19,11 @@ from torch._inductor import compile_fx
 from torch.fx import Graph, GraphModule, Node
 
 from sage_inductor import backend
+from sage_inductor.ops import launch
 from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import InductorWrapper
 from sage_inductor.ops.formats import NO_QUERY, Prepared
-from sage_inductor.ops.launch import launch_traced
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as reference
 from sage_inductor.ops.reference.exact import attention_exact
@@ -198,11 +198,19 @@ def attention_call(
     return composed(q, k, v, prepared, visibility, scale, r, out_bnhd, **given)
 
 
+def run(kernel, grid, tensors, numbers, **options) -> None:
+    """As ops/launch.py's, on CPU by Triton's interpreter."""
+    if tensors[0].device.type == "cpu":
+        kernel[grid](*tensors, *numbers, **options)
+    else:
+        launch.run(kernel, grid, tensors, numbers, **options)
+
+
 def launch_portable(a: AttentionCall, tile, tma=False) -> tuple[Tensor, Tensor]:
     """out and lse of the portable kernel of the call's recipe."""
     if a.decoded.of_qk.block_scaled:
-        return nvfp4.launch(a, tile, launch_traced, native=False)
-    return triton.launch(a, tile, launch_traced, tma=tma)
+        return nvfp4.launch(a, tile, run, native=False)
+    return triton.launch(a, tile, run, tma=tma)
 
 
 def run_portable(

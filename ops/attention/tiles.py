@@ -34,7 +34,7 @@ class Tile:
     BLOCK_N: int
     num_warps: int
     num_stages: int
-    maxnreg: int | None = None  # registers a thread, where `sage::attention_opaque` is worth it
+    maxnreg: int | None = None  # registers a thread, where a cap is worth it
     warpgroups: int | None = None  # of the Hopper kernel: 64 rows each
 
 

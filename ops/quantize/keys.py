@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_wait
 from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
-from sage_inductor.ops.launch import doubled, launch_traced, pdl_option, visible_argument
+from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 from sage_inductor.ops.recipe import Recipe
@@ -130,8 +130,8 @@ def empty_k(k: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 
 def launch_k(
-    k: Tensor, k_mean: Tensor, recipe: Recipe, visible: Tensor | None,
-    run: Callable = launch_traced, pdl: bool = False,
+    k: Tensor, k_mean: Tensor, recipe: Recipe, visible: Tensor | None, run: Callable,
+    pdl: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> codes, k_scale: Prepared's. visible: as
     in `smooth`; the other rows have no part in scales that they share with visible ones."""

@@ -17,6 +17,8 @@ x_fp4: two E2M1 a byte along the last dimension, the first in the low half; x_e4
 blocks' scales. Both uint8.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -30,7 +32,7 @@ from sage_inductor.ops.formats import (
     pad_head_dim,
     pad_rows,
 )
-from sage_inductor.ops.launch import doubled, launch_traced
+from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, saturate
 
 _BLOCK = tl.constexpr(FP4_BLOCK)
@@ -188,7 +190,7 @@ def empty_nvfp4(x: Tensor, along_n: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def launch_nvfp4(
-    x: Tensor, mean: Tensor, amax: Tensor, along_n: bool, saturate: bool
+    x: Tensor, mean: Tensor, amax: Tensor, along_n: bool, saturate: bool, run: Callable
 ) -> tuple[Tensor, Tensor, Tensor]:
     """k or (along_n) v [B, H, N, D], any strides, with mean and amax [B, H, D] fp32 of `smooth` ->
     k: x_fp4 [B, H, N_pad, D_pad / 2], x_e4m3 [B, H, N_pad, D_pad / 16], x_scale [B, H] fp32
@@ -197,7 +199,7 @@ def launch_nvfp4(
     B, H, N, D = x.shape
     D = int(D)  # a tile needs a number
     found = empty_nvfp4(x, along_n)
-    launch_traced(
+    run(
         _quantize_kernel,
         (B * H * (pad_rows(N) // ROWS),),
         (x, mean, amax, *found),

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.formats import K_BLOCK, PAD_N, Prepared, pad_head_dim
-from sage_inductor.ops.launch import doubled, launch_traced, pdl_option, visible_argument
+from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
 from sage_inductor.ops.quantize.keys import empty_k, launch_k, quantize_k_block
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.quantize.values import empty_v, quantize_v_again_kernel, quantize_v_block
@@ -57,8 +57,8 @@ def _quantize_kv_kernel(
 
 
 def launch_kv(
-    k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe,
-    run: Callable = launch_traced, pdl: bool = False,
+    k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe, run: Callable,
+    pdl: bool = False,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
     `visible` (as in `smooth`) have no part in statistics and scales and saturate.

@@ -1,12 +1,11 @@
 """The ops that prepare k and v. On CPU each is its oracle."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from sage_inductor.ops import gpus
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.launch import HAS_PDL, launch_cached
+from sage_inductor.ops.launch import HAS_PDL, run
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -14,78 +13,71 @@ from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import empty_v, launch_v
 from sage_inductor.ops.recipe import decode
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.register import opaque, triton_op
+from sage_inductor.ops.register import launched_by
+
+Pair = tuple[Tensor, Tensor]
 
 
-@triton_op
-def smooth(xs: list[Tensor], visible: Tensor | None, keep: int = 1) -> tuple[Tensor, Tensor]:
+def _launch_smooth(run, _gpu, x, other, visible, keep=1) -> Pair:
+    return launch_smooth([x] if other is None else [x, other], visible, keep, run)
+
+
+@launched_by(_launch_smooth)
+def smooth(x: Tensor, other: Tensor | None, visible: Tensor | None, keep: int = 1) -> Pair:
     """`launch_smooth`: mean and max |x - mean| of one or two tensors, over the sequence."""
-    return (reference.smooth if _on_cpu(xs[0]) else launch_smooth)(xs, visible, keep)
+    return reference.smooth([x] if other is None else [x, other], visible, keep)
 
 
-@triton_op
-def quantize_k(
-    k: Tensor, k_mean: Tensor, recipe: str, visible: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _launch_k(run, _gpu, k, k_mean, recipe, visible) -> Pair:
+    return launch_k(k, k_mean, decode(recipe), visible, run)
+
+
+@launched_by(_launch_k)
+def quantize_k(k: Tensor, k_mean: Tensor, recipe: str, visible: Tensor | None) -> Pair:
     """`launch_k`: codes and scales of k."""
-    run = reference.quantize_k if _on_cpu(k) else launch_k
-    return run(k, k_mean, decode(recipe), visible)
+    return reference.quantize_k(k, k_mean, decode(recipe), visible)
 
 
-@triton_op
-def quantize_v(
-    v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str, saturate: bool
-) -> tuple[Tensor, Tensor]:
+def _launch_v(run, _gpu, v, v_mean, v_amax, recipe, saturate) -> Pair:
+    return launch_v(v, v_mean, v_amax, decode(recipe), saturate, run)
+
+
+@launched_by(_launch_v)
+def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str, saturate: bool) -> Pair:
     """`launch_v`: codes and scales of v."""
-    run = reference.quantize_v if _on_cpu(v) else launch_v
-    return run(v, v_mean, v_amax, decode(recipe), saturate)
+    return reference.quantize_v(v, v_mean, v_amax, decode(recipe), saturate)
 
 
-@triton_op
+def _launch_kv(run, gpu, k, v, visible, recipe) -> list[Tensor]:
+    pdl = HAS_PDL and gpus.capability(gpu) == (9, 0)  # never run on later ones
+    return launch_kv(k, v, visible, decode(recipe), run, pdl).tensors()
+
+
+@launched_by(_launch_kv, lambda k, v, _, recipe: empty_kv(k, v, recipe).tensors())
 def quantize_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: str) -> list[Tensor]:
     """`launch_kv`: all of the preparation in one pass, by estimated statistics. In a head where a
     row of v is beyond the estimated amax, v is scaled by the amax of all its rows."""
-    run = reference.quantize_kv if _on_cpu(k) else launch_kv
-    return run(k, v, visible, decode(recipe)).tensors()
+    return reference.quantize_kv(k, v, visible, decode(recipe)).tensors()
 
 
-def _quantize_kv_opaque(
-    k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: str
-) -> list[Tensor]:
-    """`quantize_kv`, opaque to Inductor, so it does not export. Nothing in these kernels could fuse
-    with what is around them, and as one call of a graph they are traced and compiled in no time."""
-    return launch_kv(k, v, visible, decode(recipe), launch_cached, HAS_PDL).tensors()
+def _launch_nvfp4(run, _gpu, *given) -> tuple[Tensor, Tensor, Tensor]:
+    return launch_nvfp4(*given, run)
 
 
-def launched(given: dict, run: Callable, _gpu) -> list[Tensor]:
-    """What `quantize_kv_opaque` launches, of tensors on meta, by `run`."""
-    given = given | {"recipe": decode(given["recipe"])}
-    return launch_kv(**given, run=run, pdl=HAS_PDL).tensors()
-
-
-quantize_kv_opaque = opaque(
-    "quantize_kv_opaque",
-    _quantize_kv_opaque,
-    lambda k, v, visible, recipe: empty_kv(k, v, recipe).tensors(),
-    launched,
-)
-
-
-def estimate(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """k_mean, v_mean and v_amax as `quantize_kv` estimates them."""
-    if _on_cpu(k):
-        return reference.estimate(k)[0], *reference.estimate(v)
-    k_mean, _, v_mean, v_amax, _ = launch_estimate([k, v], None)
-    return k_mean, v_mean, v_amax
-
-
-@triton_op
+@launched_by(_launch_nvfp4)
 def quantize_nvfp4(
     x: Tensor, mean: Tensor, amax: Tensor, along_n: bool, saturate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`launch_nvfp4`: codes, scales of blocks and scales of k or (along_n) v."""
-    run = reference.quantize_nvfp4 if _on_cpu(x) else launch_nvfp4
-    return run(x, mean, amax, along_n, saturate)
+    return reference.quantize_nvfp4(x, mean, amax, along_n, saturate)
+
+
+def estimate(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k_mean, v_mean and v_amax as `quantize_kv` estimates them."""
+    if k.device.type == "cpu":
+        return reference.estimate(k)[0], *reference.estimate(v)
+    k_mean, _, v_mean, v_amax, _ = launch_estimate([k, v], None, run)
+    return k_mean, v_mean, v_amax
 
 
 def empty_kv(k: Tensor, v: Tensor | None, recipe: str) -> Prepared:
@@ -103,7 +95,3 @@ def empty_kv(k: Tensor, v: Tensor | None, recipe: str) -> Prepared:
         return Prepared(*of_k)
     codes, v_scale = empty_v(v, r.of_pv)
     return Prepared(*of_k, codes, v_scale, torch.empty_like(v_scale))
-
-
-def _on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu"

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
 from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, OF_HIDDEN, Q_BLOCK, SAMPLE, pad_rows
-from sage_inductor.ops.launch import doubled, launch_traced, pdl_option, visible_argument
+from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
@@ -49,6 +49,7 @@ def _partial_kernel(
     X0, X1,  # [B, H, N, D] in, two tensors (the same one twice if there is one)
     Visible,  # [B or 1, H or 1, N] in, uint8: rows that count; unread unless MASK
     Partial,  # [tensors, B*H, num_chunks, 3, D] out, fp32: sum, max, min
+    Count,  # [B*H, num_chunks] out, int32: rows that count; if MASK
     stride_0b, stride_0h, stride_0n, stride_0d,
     stride_1b, stride_1h, stride_1n, stride_1d,
     stride_visible_b, stride_visible_h,
@@ -74,6 +75,7 @@ def _partial_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     high = tl.full([BLOCK_N, BLOCK_D], -float("inf"), tl.float32)
     low = tl.full([BLOCK_N, BLOCK_D], float("inf"), tl.float32)
+    count = tl.zeros([BLOCK_N], tl.int32)
     # No row to mask: half the arithmetic, which is the limit here.
     if not MASK and (chunk + 1) * CHUNK <= N:
         for start in range(0, CHUNK, BLOCK_N):
@@ -89,6 +91,7 @@ def _partial_kernel(
             if MASK:
                 visible = Visible + b * stride_visible_b + h * stride_visible_h
                 keep = tl.load(visible + rows, mask=keep, other=0) != 0
+                count += keep.to(tl.int32)
             mask = keep[:, None] & columns
             tile = tl.load(x + rows[:, None] * stride_n, mask=mask, other=0.0).to(tl.float32)
             total += tile
@@ -99,12 +102,14 @@ def _partial_kernel(
     tl.store(out, tl.sum(total, 0), mask=d < D)
     tl.store(out + D, tl.max(high, 0), mask=d < D)
     tl.store(out + 2 * D, tl.min(low, 0), mask=d < D)
+    if MASK:
+        tl.store(Count + pid, tl.sum(count, 0))  # the two tensors' programs store one number
 
 
 @triton.jit
 def _final_kernel(
     Partial,  # [tensors, B*H, num_chunks, 3, D] in, fp32
-    Count,  # [B*H] in, int32: visible rows; unread unless MASK
+    Count,  # [B*H, num_chunks] in, int32: rows that count; unread unless MASK
     Mean, Amax,  # [tensors, B*H, D] out, fp32
     heads, N,
     MASK: tl.constexpr, KEEP: tl.constexpr,
@@ -118,7 +123,11 @@ def _final_kernel(
     total = tl.zeros([BLOCK_C, BLOCK_D], tl.float32)
     high = tl.full([BLOCK_C, BLOCK_D], -float("inf"), tl.float32)
     low = tl.full([BLOCK_C, BLOCK_D], float("inf"), tl.float32)
+    counts = tl.zeros([BLOCK_C], tl.int32)
     for start in range(0, num_chunks, BLOCK_C):
+        if MASK:
+            of_chunks = Count + head % heads * num_chunks + start + c
+            counts += tl.load(of_chunks, mask=start + c < num_chunks, other=0)
         mask = (start + c < num_chunks)[:, None] & (d < D)[None, :]
         x = Partial + (head * num_chunks + start + c)[:, None] * 3 * D + d[None, :]
         total += tl.load(x, mask=mask, other=0.0)
@@ -127,7 +136,7 @@ def _final_kernel(
     # A NaN or Inf of x makes the mean non-finite, and through it everything made from the head.
     count = N
     if MASK:
-        count = tl.load(Count + head % heads)
+        count = tl.sum(counts, 0)
     mean = tl.sum(total, 0) / tl.maximum(count, 1)
     top, bottom = tl.max(high, 0), tl.min(low, 0)
     deviation = tl.maximum(top - mean, mean - bottom, tl.PropagateNan.ALL) * 0.25
@@ -141,7 +150,7 @@ def _final_kernel(
 
 
 def launch_smooth(
-    xs: list[Tensor], visible: Tensor | None, keep: int = 1, run: Callable = launch_traced
+    xs: list[Tensor], visible: Tensor | None, keep: int, run: Callable
 ) -> tuple[Tensor, Tensor]:
     """One or two x [B, H, N, D] of one shape, any strides -> mean, amax, each [len(xs), B, H, D] in
     fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. With
@@ -149,18 +158,19 @@ def launch_smooth(
     x0, x1, count = xs[0], xs[-1], len(xs)
     B, H, N, D = x0.shape
     D = int(D)  # a tile needs a number
-    # Kernels derive their counts from N: an argument that is 1 for short sequences would make
-    # Inductor guard on it, and compile short and long ones apart.
     num_chunks = triton.cdiv(N, CHUNK)
     BLOCK_D = triton.next_power_of_2(D)
     partial = x0.new_empty(count * B * H * num_chunks * 3 * D, dtype=torch.float32)
     mean = x0.new_empty((count, B, H, D), dtype=torch.float32)
-    amax = torch.empty_like(mean)
+    amax = x0.new_empty((count, B, H, D), dtype=torch.float32)
     rows, row_strides = visible_argument(visible, x0.shape, mean)
+    counts = mean  # not touched
+    if visible is not None:
+        counts = x0.new_empty((B * H, num_chunks), dtype=torch.int32)
     run(
         _partial_kernel,
         (B * H * num_chunks, count),
-        (x0, x1, rows, partial),
+        (x0, x1, rows, partial, counts),
         (*doubled(x0.stride()), *doubled(x1.stride()), *row_strides,
          H, N,  # shape
          visible is not None,  # semantics
@@ -170,7 +180,7 @@ def launch_smooth(
     run(
         _final_kernel,
         (count * B * H, triton.cdiv(D, CHANNELS)),
-        (partial, mean if visible is None else rows.sum(2, dtype=torch.int32), mean, amax),
+        (partial, counts, mean, amax),
         (B * H, N,  # shape
          visible is not None, keep,  # semantics
          D, CHUNK, BLOCK_C, CHANNELS),  # tile
@@ -191,11 +201,7 @@ def _estimate_kernel(
     MASK: tl.constexpr, TWO: tl.constexpr, SHRINK: tl.constexpr, PDL: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H, tensors). reference.quantize.estimate of one head.
-
-    Without TWO nothing of a second tensor may be written even in the code: torch takes a copy of
-    each argument that a kernel writes, so that one given twice comes back as it was.
-    """
+    """Grid: (B * H, tensors). reference.quantize.estimate of one head."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()  # of what it then reads, only the results here are not there yet
@@ -233,8 +239,7 @@ def _estimate_kernel(
 
 
 def launch_estimate(
-    xs: list[Tensor], visible: Tensor | None, run: Callable = launch_traced, pdl: bool = False,
-    shrink: bool = True,
+    xs: list[Tensor], visible: Tensor | None, run: Callable, pdl: bool = False, shrink: bool = True
 ) -> list[Tensor]:  # fmt: skip
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
@@ -315,12 +320,10 @@ def _unsmooth_kernel(
     tl.store(Out + head * N + n, lse + tl.sum(q * mean[None, :], 1), mask=n < N)
 
 
-def launch_unsmooth(
-    lse: Tensor, q: Tensor, k_mean: Tensor, scale: float, run: Callable = launch_traced
-) -> Tensor:
+def launch_unsmooth(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float, run: Callable) -> Tensor:
     """lse [B, H_q, N] of keys less k_mean [B, H_kv, D], q [B, H_q, N, D] -> lse of the keys, in
     fp32. lse and k_mean are contiguous."""
-    (B, H_q, N, D), out = q.shape, torch.empty_like(lse)
+    (B, H_q, N, D), out = q.shape, lse.new_empty(lse.shape)
     BLOCK_D = triton.next_power_of_2(D)
     BLOCK_N = 8192 // BLOCK_D
     run(

@@ -10,6 +10,8 @@ which no significant bit of these is lost.
 Shapes and layouts are those of ops/reference/quantize.py, to which all is bit-equal.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +27,7 @@ from sage_inductor.ops.formats import (
     pad_head_dim,
     pad_rows,
 )
-from sage_inductor.ops.launch import doubled, launch_traced
+from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, saturate
 from sage_inductor.ops.recipe import Recipe
 
@@ -161,14 +163,14 @@ def empty_v(v: Tensor, pv: Format) -> tuple[Tensor, Tensor]:
 
 
 def launch_v(
-    v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: Recipe, saturate: bool
+    v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: Recipe, saturate: bool, run: Callable
 ) -> tuple[Tensor, Tensor]:
     """v [B, H, N, D], any strides, v_mean and v_amax [B, H, D] fp32 -> codes (tokens interleaved in
     sixteens), v_scale: Prepared's. saturate: some rows had no part in v_mean and v_amax."""
     B, H, N, D = v.shape
     D = int(D)
     codes, v_scale = empty_v(v, recipe.of_pv)
-    launch_traced(
+    run(
         _quantize_v_kernel,
         (B * H * triton.cdiv(N, PAD_N),),
         (v, v_mean, v_amax, codes, v_scale),

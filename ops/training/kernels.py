@@ -34,8 +34,8 @@ from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.attention.visible_tiles import heads_of
 from sage_inductor.ops.formats import LOG2E, PAD_N, pad_head_dim, pad_rows
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
-from sage_inductor.ops.gpus import capability
-from sage_inductor.ops.launch import doubled, launch_cached
+from sage_inductor.ops.gpus import Gpu, capability
+from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 
@@ -46,7 +46,7 @@ _LOG2E = tl.constexpr(LOG2E)
 _MAX = tl.constexpr(127.0)
 
 
-def num_stages(device: torch.device) -> int:
+def num_stages(device: torch.device | Gpu) -> int:
     """Of loads: what fits the shared memory of a program, 99 KiB if not known to be more. Two are
     up to 1.2x as slow as three (H200, 2026-11-23)."""
     roomy = device.type == "cuda" and capability(device) in ((8, 0), (9, 0), (10, 0))
@@ -339,8 +339,8 @@ def _over_rows_kernel(
 
 def launch_quantize(
     x: Tensor, mean: Tensor | None = None, out: Tensor | None = None, turned: bool = False,
-    rotated: float = 0.0, shared: int = BLOCK, own: tuple[Tensor, Tensor] | None = None,
-    run: Callable = launch_cached,
+    rotated: float = 0.0, shared: int = BLOCK, own: tuple[Tensor, Tensor] | None = None, *,
+    run: Callable,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, H, N, D], any strides, less mean [B, H, D] fp32, in INT8: codes [B, H, N_pad, BLOCK_D]
     (turned: transposed) and scales [B, H, N_pad / shared] fp32; and, where out is given, the sum
@@ -383,8 +383,7 @@ def _turned(codes: Tensor, run: Callable) -> Tensor:
 
 def launch_forward(
     q: Tensor, q_scale: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor,
-    N_kv: int, scale: float, is_causal: bool, out: Tensor, lse: Tensor,
-    run: Callable = launch_cached,
+    N_kv: int, scale: float, is_causal: bool, out: Tensor, lse: Tensor, run: Callable, gpu,
 ) -> None:  # fmt: skip
     """Codes and scales of q, k and (transposed) v -> out [B, H_q, N_q, D] and lse [B, H_q, N_q]."""
     B, H_q, N_q, D = out.shape
@@ -395,7 +394,7 @@ def launch_forward(
         (*doubled(out.stride())[:3],
          H_q, k.shape[1], N_q, N_kv, q.shape[2], k.shape[2],  # shape
          D, scale, is_causal,  # semantics
-         ROWS, k.shape[3], num_stages(q.device)),  # tile
+         ROWS, k.shape[3], num_stages(gpu)),  # tile
         num_warps=NUM_WARPS,
     )  # fmt: skip
 
@@ -403,14 +402,13 @@ def launch_forward(
 def launch_backward(
     q: Tensor, q_scale: Tensor, k: Tensor, k_scale: Tensor, v: Tensor, grad: Tensor,
     grad_turned: Tensor, grad_scale: Tensor, lse: Tensor, delta: Tensor,
-    scale: float, is_causal: bool, dq: Tensor, dk: Tensor, dv: Tensor,
-    run: Callable = launch_cached,
+    scale: float, is_causal: bool, dq: Tensor, dk: Tensor, dv: Tensor, run: Callable, gpu,
 ) -> None:  # fmt: skip
     """Codes and scales of q and k, v and dO in 16 bits, and dO's codes transposed -> dq, dk, dv."""
     (B, H_q, N_q, D), (H_kv, N_kv), BLOCK_D = dq.shape, dk.shape[1:3], k.shape[3]
     shape = (H_q, H_kv, N_q, N_kv, q.shape[2], k.shape[2])
     semantics = (D, scale, is_causal)
-    tile = (ROWS, BLOCK_D, num_stages(q.device))
+    tile = (ROWS, BLOCK_D, num_stages(gpu))
     read = (*doubled(v.stride()), *doubled(grad.stride()))
     run(
         _dq_kernel,

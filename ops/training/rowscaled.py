@@ -36,10 +36,10 @@ from torch import Tensor
 
 from sage_inductor.ops.attention_call import as_stored, empty_outputs, empty_stored
 from sage_inductor.ops.formats import TRAINING_BLOCK
-from sage_inductor.ops.gpus import Gpu
+from sage_inductor.ops.launch import run
 from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
-from sage_inductor.ops.register import launches
+from sage_inductor.ops.register import OPAQUE, launches
 from sage_inductor.ops.training.gradients import check_trained, register_gradient
 from sage_inductor.ops.training.kernels import empty_codes
 
@@ -66,8 +66,7 @@ def rowscaled(
     if q.device.type == "cpu":
         out, kept = reference.forward(q, k, v, is_causal, scale)
         return as_stored(out.to(q.dtype), out_bnhd), *kept
-    with torch.cuda.device_of(q):
-        return _hopper().launch(q, k, v, is_causal, scale, out_bnhd)
+    return _launch(run, q.device, q, k, v, is_causal, scale, out_bnhd)
 
 
 @torch.library.custom_op("sage::rowscaled_backward", mutates_args=())
@@ -82,26 +81,18 @@ def rowscaled_backward(
     if out.device.type == "cpu":
         found = reference.backward(grad, out, kept, n_kv, scale)
         return tuple(as_stored(x.to(out.dtype), out_bnhd) for x in found)
-    with torch.cuda.device_of(out):
-        return _launch_backward(grad, out, kept, n_kv, scale, out_bnhd)
+    return _launch_backward(run, out.device, grad, out, *kept, n_kv, scale, out_bnhd)
 
 
-def launched(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...]:
-    """What `rowscaled` launches on such a GPU, of tensors on meta, by `run`."""
-    return _hopper().launch(**given, run=run, device=gpu)
+def _launch(run: Callable, gpu, *given) -> tuple[Tensor, ...]:
+    return _hopper().launch(run, gpu, *given)
 
 
-def launched_backward(given: dict, run: Callable, gpu: Gpu) -> tuple[Tensor, ...]:
-    """As `launched`, of `rowscaled_backward`."""
-    grad, out, *kept, n_kv, scale, out_bnhd = given.values()
-    return _launch_backward(grad, out, Kept(*kept), n_kv, scale, out_bnhd, run)
-
-
-def _launch_backward(
-    grad: Tensor, out: Tensor, kept: Kept, n_kv: int, scale: float, out_bnhd: bool, *run: Callable
-) -> tuple[Tensor, Tensor, Tensor]:
+def _launch_backward(run: Callable, _gpu, grad: Tensor, out: Tensor, *given) -> tuple[Tensor, ...]:
+    *kept, n_kv, scale, out_bnhd = given
+    kept = Kept(*kept)
     gradients = _empty_gradients(out, kept.k, n_kv, out_bnhd)
-    _hopper().launch_backward(grad, out, kept, scale, *gradients, *run)
+    _hopper().launch_backward(grad, out, kept, scale, *gradients, run)
     return gradients
 
 
@@ -154,5 +145,6 @@ def _keep(q, k, v, is_causal, scale, out_bnhd):
 
 
 register_gradient("rowscaled", rowscaled, rowscaled_backward, _keep)
-launches(torch.ops.sage.rowscaled.default, launched, in_packages=False)
-launches(torch.ops.sage.rowscaled_backward.default, launched_backward, in_packages=False)
+launches(torch.ops.sage.rowscaled.default, _launch)
+launches(torch.ops.sage.rowscaled_backward.default, _launch_backward)
+OPAQUE.update((torch.ops.sage.rowscaled.default, torch.ops.sage.rowscaled_backward.default))

@@ -16,15 +16,18 @@ gradient of an earlier row is not bit for bit the same where later ones change.
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from sage_inductor.ops.attention_call import as_stored, empty_outputs, empty_stored
 from sage_inductor.ops.formats import TRAINING_BLOCK
-from sage_inductor.ops.launch import launch_cached
+from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
+from sage_inductor.ops.register import OPAQUE, launches
 from sage_inductor.ops.training.gradients import check_trained, register_gradient
 from sage_inductor.ops.training.kernels import (
     empty_codes,
@@ -51,7 +54,6 @@ def sagebwd(
     and of k. Raises ValueError or TypeError saying what must hold and what was got.
     """
     check_trained("sagebwd", q, k, v, scale)
-    out, lse = empty_outputs(q, v.shape[3], out_bnhd)
     if q.device.type == "cpu":
         k_mean = quantize.smooth([k])[0][0]
         of_q, of_v = reference.quantize(q), reference.quantize(v)
@@ -59,16 +61,17 @@ def sagebwd(
         shape = q.shape[2], k.shape[2], q.shape[3]
         exactly, lse = reference.forward(of_q, of_k, of_v, shape, scale, is_causal)
         return as_stored(exactly.to(q.dtype), out_bnhd), lse, *of_q, *of_k
-    with torch.cuda.device_of(q):
-        k_mean = launch_smooth([k], None, run=launch_cached)[0][0]
-        q_codes, q_scale, _ = launch_quantize(q)
-        k_codes, k_scale, _ = launch_quantize(k, k_mean)
-        v_codes, v_scale, _ = launch_quantize(v, turned=True)
-        launch_forward(
-            q_codes, q_scale, k_codes, k_scale, v_codes, v_scale, k.shape[2], scale, is_causal,
-            out, lse,
-        )  # fmt: skip
-    return out, lse, q_codes, q_scale, k_codes, k_scale
+    return _launch(run, q.device, q, k, v, is_causal, scale, out_bnhd)
+
+
+def _launch(run: Callable, gpu, q, k, v, is_causal: bool, scale: float, out_bnhd: bool) -> Saved:
+    out, lse = empty_outputs(q, v.shape[3], out_bnhd)
+    k_mean = launch_smooth([k], None, 1, run)[0][0]
+    of_q, of_k = launch_quantize(q, run=run)[:2], launch_quantize(k, k_mean, run=run)[:2]
+    of_v = launch_quantize(v, turned=True, run=run)[:2]
+    of_qkv = *of_q, *of_k, *of_v
+    launch_forward(*of_qkv, k.shape[2], scale, is_causal, out, lse, run, gpu)
+    return out, lse, *of_q, *of_k
 
 
 @torch.library.custom_op("sage::sagebwd_backward", mutates_args=())
@@ -78,20 +81,27 @@ def sagebwd_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk and dv of `sagebwd`, of v's dtype. grad [B, H_q, N_q, D]: of out, any strides; the
     rest: what `sagebwd` was given and gave."""
-    dq, dk, dv = _empty_gradients(grad, v, out_bnhd)
-    if v.dtype == torch.float32:  # dP is of 16 bits
-        v, grad = v.bfloat16(), grad.bfloat16()
-    if v.device.type == "cpu":
-        of_q, of_k = reference.Quantized(q_codes, q_scale), reference.Quantized(k_codes, k_scale)
-        found = reference.backward(of_q, of_k, v, grad, out, lse, scale, is_causal)
-        return tuple(as_stored(x.to(dq.dtype), out_bnhd) for x in found)
-    with torch.cuda.device_of(v):
-        grad_codes, grad_scale, delta = launch_quantize(grad, out=out, turned=True)
-        launch_backward(
-            q_codes, q_scale, k_codes, k_scale, v, grad, grad_codes, grad_scale, lse, delta,
-            scale, is_causal, dq, dk, dv,
-        )  # fmt: skip
-    return dq, dk, dv
+    given = out, lse, q_codes, q_scale, k_codes, k_scale, is_causal, scale, out_bnhd
+    if v.device.type != "cpu":
+        return _launch_backward(run, v.device, grad, v, *given)
+    of_q, of_k = reference.Quantized(q_codes, q_scale), reference.Quantized(k_codes, k_scale)
+    found = reference.backward(of_q, of_k, *_in_16_bits(v, grad), out, lse, scale, is_causal)
+    return tuple(as_stored(x.to(v.dtype), out_bnhd) for x in found)
+
+
+def _launch_backward(run: Callable, gpu, grad: Tensor, v: Tensor, out: Tensor, *given) -> tuple:
+    lse, *of_qk, is_causal, scale, out_bnhd = given
+    gradients = _empty_gradients(grad, v, out_bnhd)
+    v, grad = _in_16_bits(v, grad)
+    *of_grad, delta = launch_quantize(grad, out=out, turned=True, run=run)
+    of = *of_qk, v, grad, *of_grad, lse, delta
+    launch_backward(*of, scale, is_causal, *gradients, run, gpu)
+    return gradients
+
+
+def _in_16_bits(v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """dP is of 16 bits."""
+    return (v.bfloat16(), grad.bfloat16()) if v.dtype == torch.float32 else (v, grad)
 
 
 def _empty_gradients(grad: Tensor, v: Tensor, out_bnhd: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,3 +125,6 @@ def _keep(q, k, v, *numbers):
 
 
 register_gradient("sagebwd", sagebwd, sagebwd_backward, _keep)
+launches(torch.ops.sage.sagebwd.default, _launch)
+launches(torch.ops.sage.sagebwd_backward.default, _launch_backward)
+OPAQUE.update((torch.ops.sage.sagebwd.default, torch.ops.sage.sagebwd_backward.default))

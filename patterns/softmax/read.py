@@ -35,7 +35,7 @@ from sage_inductor.patterns.graph import (
 from sage_inductor.patterns.reasons import Reason
 
 SOFTMAX = ("softmax", "_softmax", "special_softmax")
-PRODUCTS = ("matmul", "mm", "bmm", "baddbmm", "einsum")
+PRODUCTS = ("matmul", "mm", "bmm", "baddbmm", "einsum", "tensordot")
 SYNONYMS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "concat": "cat",
@@ -489,6 +489,8 @@ def product_of(node: Node) -> Product | None:
     name = op_name(node)
     if name == "einsum":
         return _einsum(node)
+    if name == "tensordot":
+        return _tensordot(node)
     if name not in PRODUCTS:
         return None
     if name == "baddbmm":
@@ -533,6 +535,20 @@ def _einsum(node: Node) -> Product | None:
         for term, rank in zip(terms, ranks, strict=True)
     )
     return Product(*operands, left, right, out.replace(".", "".join(dots)))
+
+
+def _tensordot(node: Node) -> Product | None:
+    """It sums over the last dimensions of a and the first of b, or over pairs."""
+    a, b, dims = arguments(node, "a", "b", "dims", dims=2)
+    if not all(isinstance(value_of(x), torch.Tensor) for x in (a, b)) or isinstance(dims, Node):
+        return None
+    n, m = value_of(a).dim(), value_of(b).dim()
+    over = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    left, right = list(LETTERS[:n]), list(LETTERS[n : n + m])
+    for i, j in zip(*over, strict=True):
+        right[j] = left[i]
+    out = (c for c in left + right if (c in left) != (c in right))
+    return Product(a, b, "".join(left), "".join(right), "".join(out))
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -95,9 +95,7 @@ def decide(call: Call, settings: Settings) -> Decision:
         return Decision(None, refused)
     if stacks(call, recipes.NAMED[recipe]):
         reason += "; all batches share k and v, which are prepared once"
-    if settings.portable:
-        reason += _left_behind(shape, recipe)
-    elif call.out.requires_grad:
+    if call.out.requires_grad and not settings.portable:
         reason += "; its backward is exact attention's"
     return found._replace(reason=reason, selection=selection)
 
@@ -188,13 +186,15 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
     is_cpu = shape.capability is None
     if is_cpu and not settings.emulate:
         return Decision(None, reasons.ON_CPU())
+    if settings.portable and not is_cpu and not travels():
+        return Decision(None, reasons.NOT_IN_A_PACKAGE(triton.__version__))
     names = (wanted,)
     if wanted == AUTO:
         names = ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)
     runnable, refused = [], {}  # the reasons once each, in order
     for name in names:
         try:
-            shape.kernel(recipes.NAMED[name])
+            shape.tile(recipes.NAMED[name])
         except ValueError as error:
             refused[reasons.NO_KERNEL.worded(str(error))] = None
         else:
@@ -226,15 +226,6 @@ def _of_one_block(call: Call, recipe: str) -> Reason | None:
     by_blocks = call.selection is not None or recipes.NAMED[recipe].of_qk.block_scaled
     is_short = isinstance(n_q, torch.SymInt) and (hint(n_q) or Q_BLOCK + 1) <= Q_BLOCK
     return reasons.SHORT_EXAMPLE(Q_BLOCK, hint(n_q)) if by_blocks and is_short else None
-
-
-def _left_behind(shape: CallShape, recipe: str) -> str:
-    """What a package's reason adds where a faster kernel exists that cannot travel: its Triton
-    may call kernels in another way than lowering/launcher.h."""
-    if shape.capability is None or travels() or shape.kernel(recipes.NAMED[recipe]).traced:
-        return ""
-    sm, version = "sm_{}{}".format(*shape.capability), triton.__version__
-    return f"; with Triton {version} the faster kernel of {sm} cannot travel in a package"
 
 
 # -- the fastest ----
@@ -321,11 +312,6 @@ def _predicted(
     def timed() -> list[str]:
         return [name for name in names if tables.with_times(gpu, family, name)]
 
-    if settings.portable:
-        behind = {name: _left_behind(shape, name) for name in names}
-        if all(behind.values()):
-            return Decision(None, reasons.NOT_IN_A_PACKAGE(what(names[0]), behind[names[0]]))
-        names = tuple(name for name in names if not behind[name])
     fixed = all(isinstance(_by_example(n, settings), int) for n in lengths)
     known = timed()
     if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
@@ -374,12 +360,11 @@ def _predicted(
 
 def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Decision:
     """The recipe, where it was measured to be faster by block lists than flex_attention is."""
-    behind = _left_behind(shape, recipe) if settings.portable else ""
-    lost = behind or tiles.hopper_unavailable(shape.capability)
+    lost = tiles.hopper_unavailable(shape.capability)
     suits = shape.suits_hopper(recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
     if not known or pad_head_dim(shape.head_dim) not in (64, 128):
-        return Decision(None, reasons.LISTS_UNMEASURED(recipe, behind))
+        return Decision(None, reasons.LISTS_UNMEASURED(recipe))
     if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):
         return Decision(None, reasons.LISTS_FROM_LENGTH(recipe, LISTS_FROM))
     return Decision(recipe, f"by block lists, N >= {LISTS_FROM}")

@@ -146,7 +146,7 @@ def test_the_gates_tile_is_that_of_the_length_that_is_timed(monkeypatch):
     a = a._replace(left=100, right=0)
     assert providers.tile_of(a, Case(1, 2, 2, 8192, 64), selected).warpgroups == 1
     a = a._replace(warpgroups=0)
-    assert providers.tile_of(a, Case(1, 2, 2, 8192, 64), selected) == selected.tile
+    assert providers.tile_of(a, Case(1, 2, 2, 8192, 64), selected) == selected
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,38 @@ def test_a_call_is_rewritten_where_the_fit_says_that_it_is_faster(kind, portable
         assert site.rewritten == (expected >= cost.MIN_SPEEDUP), site.reason
 
 
+@pytest.mark.parametrize(
+    "shape, dtype, reason",
+    [
+        ((), torch.bool, "broadcast"), ((299,), torch.bool, "broadcast"),
+        ((1, 2, 4, 300, 300), torch.bool, "broadcast"), ((1, 1, 1, 1, 1), torch.bool, "broadcast"),
+        ((299, 300), torch.bool, "broadcast"), ((300, 299), torch.bool, "broadcast"),
+        ((2, 300, 300), torch.bool, "broadcast"), ((3, 1, 1, 300), torch.bool, "broadcast"),
+        ((300, 300), torch.int32, "be bool or floating, got torch.int32"),
+        ((300, 300), torch.float64, "be bool or floating, got torch.float64"),
+        ((300,), torch.bool, ""), ((1, 1), torch.bool, ""), ((1, 300), torch.bool, ""), ((300, 1), torch.bool, ""),
+        ((4, 1, 300), torch.float32, ""), ((2, 4, 300, 300), torch.float16, ""),
+    ],
+)  # fmt: skip
+def test_a_mask_that_does_not_broadcast_or_has_another_dtype_is_refused(
+    shape, dtype, reason, monkeypatch
+):
+    """On a GPU, where SDPA's math may take what it refuses on a CPU."""
+    mask = lambda B, N: torch.empty(shape, dtype=dtype, device="cuda")  # noqa: E731
+    monkeypatch.setitem(MASKS, "other", mask)
+    site = decide((2, 4, 4, 300, 64), "other", force=True)
+    assert site.rewritten == (not reason), site.reason
+    assert site.rewritten or f"attn_mask must {reason}" in site.reason
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_a_mask_on_another_device_is_refused(device, monkeypatch):
+    monkeypatch.setitem(MASKS, "there", lambda B, N: torch.empty(N, N, device=device))
+    reason = decide((2, 4, 4, 300, 64), "there", force=True).reason
+    assert reason.startswith("the device must be cuda (or cpu, emulated), got ")
+    assert device in reason
+
+
 @pytest.mark.parametrize("ms, recipe", [(0.95, "sage2-8b-rotated"), (0.85, "sage2-8b")])
 def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, monkeypatch):
     known(monkeypatch, table(recipes=("sage2-8b-rotated", "sage2-8b")))
@@ -508,18 +540,16 @@ def test_the_reason_says_that_the_hopper_kernel_is_lost(shape, monkeypatch):
         assert "Hopper" not in reason, not_its
 
 
-def test_a_package_of_an_unknown_triton_holds_what_inductor_sees(monkeypatch):
-    """Nobody measured that kernel, and the reason says which is lost."""
+def test_a_package_of_an_unknown_triton_holds_no_kernel(monkeypatch):
+    """Nobody saw how its compiled kernels are called. What is not for a GPU travels all the same."""
     shape = 4, 32, 32, 16384, 128
     monkeypatch.setattr(triton, "__version__", "3.10.0")
-    behind = "with Triton 3.10.0 the faster kernel of sm_90 cannot travel in a package"
-    site = decide(shape, recipe="sage2-8b", portable=True)
-    assert not site.rewritten and "was not measured" in site.reason and behind in site.reason
-    site = decide(shape, recipe="sage2-8b", portable=True, force=True)
-    assert site.rewritten and site.reason == f"forced; {behind}"
-    for given in ({"portable": False}, {"portable": True, "capability": (8, 9)}):
-        site = decide(shape, force=True, **given)
-        assert site.rewritten and "travel" not in site.reason
+    for capability in ((9, 0), (8, 9)):
+        given = dict(recipe="sage2-8b", capability=capability, force=True)
+        site = decide(shape, portable=True, **given)
+        assert str(site.reason) == "with Triton 3.10.0 no kernel can travel in a package"
+        assert not site.rewritten
+        assert decide(shape, **given).rewritten
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from support import config_anew
 from torch import nn
 
 import sage_inductor
-from sage_inductor import SageOptionError, SageRefused, attention, config
+from sage_inductor import Policy, Rule, SageOptionError, SageRefused, attention, config
 
 q, k, v = torch.randn(3, 1, 2, 128, 16).unbind(0)
 linear = nn.Linear(2, 2)
@@ -33,6 +33,10 @@ MISTAKES = {
     "a mask of other queries": (
         lambda: attention(q[:, :, :9], k, v, torch.ones(128, 128)), ValueError,
         r"attn_mask must broadcast to \[1, 2, 9, 128\], got \[128, 128\]"),
+    "a mask of other heads": (lambda: attention(q, k, v, torch.ones(3, 128, 128)), ValueError,
+        r"attn_mask must broadcast to \[1, 2, 128, 128\], got \[3, 128, 128\]"),
+    "a mask of other batches": (lambda: attention(q, k, v, torch.ones(2, 1, 1, 128)), ValueError,
+        r"attn_mask must broadcast to \[1, 2, 128, 128\], got \[2, 1, 1, 128\]"),
     "an integer mask": (lambda: attention(q, k, v, torch.ones(128, 128, dtype=torch.int32)), ValueError,
         "attn_mask must be bool or floating, got torch.int32"),
     "SageAttention's names": (lambda: attention(q, k, v, tensor_layout="NHD", sm_scale=0.1), TypeError,
@@ -54,6 +58,13 @@ MISTAKES = {
         "diagnose: path cannot be written: No such file or directory: '/nowhere/p.json'"),
     "per cent": (lambda: sage_inductor.diagnose(linear, tolerance=5), ValueError,
         "diagnose: tolerance must be a fraction, as 0.05 for 5 %, got 5"),
+    "per cent in words": (lambda: sage_inductor.diagnose(linear, tolerance="5%"), ValueError,
+        "diagnose: tolerance must be a fraction, as 0.05 for 5 %, got '5%'"),
+    "one rule for a policy": (lambda: Policy(Rule("sage1")), ValueError,
+        r"Policy: rules must be a list of Rules, got Rule\(recipe='sage1'"),
+    "a recipe for rules": (lambda: Policy("sage1"), ValueError, "must be a list of Rules, got 'sage1'"),
+    "a model to package": (lambda: sage_inductor.aoti_compile_and_package(linear), TypeError,
+        r"takes a program, what torch.export.export\(model, inputs\) returns, got Linear"),
     "one call": (lambda: compiled(strict=True), SageRefused, "1 attention call stays as it was: "),
     "an assigned config": (lambda: setattr(sage_inductor, "config", {"recipe": "sage1"}), AttributeError,
         "sage_inductor.config cannot be replaced, got .*: assign to its settings"),
@@ -65,6 +76,26 @@ def test_a_mistake_is_told_with_what_to_do(mistake):
     make, kind, message = MISTAKES[mistake]
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_a_mask_that_broadcasts_is_taken():
+    """Of q, k and v of which one has the batches, and another the heads."""
+    wide, mask = torch.randn(3, 2, 128, 16), torch.randn(3, 1, 128, 128)
+    for given in (
+        (wide, k, v),
+        (q, wide, wide),
+        (wide[:, :1], k, v),
+        (q, wide[:, :1], wide[:, :1]),
+    ):
+        expected = F.scaled_dot_product_attention(*given, mask)
+        torch.testing.assert_close(attention(*given, mask), expected, rtol=0, atol=0)
+
+
+def test_python_is_given_what_it_needs_to_tell_a_near_name():
+    with pytest.raises(AttributeError, match="has no attribute 'atention'") as told:
+        sage_inductor.atention  # noqa: B018
+    assert (told.value.name, told.value.obj) == ("atention", sage_inductor)
+    assert "attention" in dir(sage_inductor)
 
 
 def test_under_a_compiler_the_other_librarys_name_is_told_too():

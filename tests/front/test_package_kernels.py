@@ -402,7 +402,7 @@ def test_a_replayed_training_step_gives_the_bits_of_python(N, D, is_causal, repl
 @torch.no_grad()
 def test_tensors_at_odd_addresses_stay_with_python(replayed):
     q, k, v = (x.transpose(1, 2).contiguous() for x in CALLS["full"].draw(2, 300).split(8, 2))
-    quantize = torch.ops.sage.quantize_kv_opaque.default
+    quantize = torch.ops.sage.quantize_kv.default
     recipe = NAMED["sage2-8b-per-token"].encode()
     memory = torch.empty(k.numel() + 1, dtype=k.dtype, device="cuda")
     moved = memory[1:].view_as(k).copy_(k)

@@ -1225,7 +1225,13 @@ def choose(call: Transfer, rates: Rates, has_it: bool = True) -> str:
     (line,) = [each for each in notes.NOTES.values()][-1:]
     by_peers = rates.put and found != "codes" and call.written(found) < LIMIT and has_it
     how = "written to the GPUs' memory" if by_peers else "by collectives"
-    assert f"{transport.WAYS[found].format(bits=16)}, {how} (predicted ms: rows " in line
+    whom = f"{len(call.lengths)} ranks, {sum(call.lengths)} keys, {call.H_q} heads of {call.D}: "
+    before, _, predicted = line.partition(" (predicted ms: rows ")
+    assert before.endswith(f"{whom}{transport.WAYS[found].format(bits=16)}, {how}")
+    timed = rates if call.written("rows") < LIMIT else rates._replace(put=0.0)
+    assert float(predicted.split(",")[0].strip(")")) == pytest.approx(
+        1e3 * call.seconds("rows", timed), rel=5e-3
+    )
     notes.NOTES.clear()
     return found
 

@@ -29,9 +29,11 @@ from sage_inductor import Report, config, page
 from sage_inductor import report as asked_for  # the function: `report` is the module below
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
+from sage_inductor.ops.notes import NOTES, lost
 from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons
 from sage_inductor.patterns.reasons import CAUSES
+from sage_inductor.session import session
 
 report = sys.modules["sage_inductor.report"]
 ROOT = Path(__file__).parents[2]
@@ -96,6 +98,28 @@ def test_a_call_that_stays_is_no_site_by_a_sentence_that_lost_its_cause():
         "more; " + DROPOUT
     given = json.loads(json.dumps(Report([("-", site(reason=DROPOUT + "; more"))]).to_dicts()))
     assert (given[0]["reason"], given[0]["remedy"]) == (f"{DROPOUT}; more", DROPOUT.cause.remedy)
+
+
+# -- what a reset forgets ----
+
+
+def test_a_reset_forgets_all_that_was_seen_and_all_notes(tmp_path, graphs_run_op_by_op):
+    """Every field: a new one fails here until something is put into it."""
+
+    def known() -> dict:
+        here = {name: copy.copy(x) for name, x in vars(session()).items()}
+        return here | {"seen": here["seen"].graphs, "notes": dict(NOTES)}
+
+    path, x = tmp_path / "policy.json", torch.randn(1, 2, 40, 16)
+    sage_inductor.Policy((sage_inductor.Rule("sage1"),)).save(path)
+    fresh = known()
+    torch.compile(sdpa, backend="sage", options=EMULATE | {"sage.policy": str(path)})(x, x, x)
+    with sage_inductor.stage("edge"):
+        sage_inductor.attention(x, x, x)
+    lost("submitted by Python", "no compiler")
+    assert [name for name, value in known().items() if value == fresh[name]] == []
+    torch._dynamo.reset()
+    assert known() == fresh
 
 
 # -- the report ----

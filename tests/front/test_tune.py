@@ -777,7 +777,7 @@ def test_what_the_candidates_launch_is_compiled_and_not_launched(monkeypatch):
     def calls_of(case):
         if case.shape.q[2] == 1024:
             raise RuntimeError("out of memory")
-        run, N = functools.partial(launch.launch_cached, "kernel", (1,), (x,)), case.shape.q[2]
+        run, N = functools.partial(launch.run, "kernel", (1,), (x,)), case.shape.q[2]
         runs = {each: functools.partial(run, (N, each.recipe)) for each in case.candidates}
         return runs | {Candidate("sage1"): lambda: 1 / 0}
 
@@ -1003,14 +1003,14 @@ def test_the_kernels_of_a_step_are_all_compiled_before(on_cpu, monkeypatch):
     class Launches(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v):
-            launch.launch_cached("forward", (1,), (q,), ())
+            launch.run("forward", (1,), (q,), ())
             return q.clone()
 
         @staticmethod
         def backward(ctx, grad):
             threads.append(threading.get_ident())
             assert not torch._C._is_multithreading_enabled()  # else, on a GPU, another thread's
-            launch.launch_cached("backward", (1,), (grad,), ())
+            launch.run("backward", (1,), (grad,), ())
             return grad, None, None
 
     def training_op(training):

@@ -22,6 +22,7 @@ from launches import (
     ALIGNED,
     ATTENTION,
     LENGTHS,
+    PACKAGED,
     PROCESSORS,
     QUANTIZE,
     SHARED,
@@ -32,6 +33,7 @@ from launches import (
     drawn,
     known,
     launch_of,
+    op_of,
     planned,
 )
 from noted import H200
@@ -41,11 +43,8 @@ from torch._inductor.package import package_aoti
 from sage_inductor.lowering import package
 from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import Recorded, TensorArgument, record
-from sage_inductor.ops.attention import select
-from sage_inductor.ops.attention.select import attention_opaque
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation, Unknown, describe
-from sage_inductor.ops.quantize.op import quantize_kv_opaque
 from sage_inductor.ops.quantize.smooth import _estimate_kernel as estimate_kernel
 
 # -- C++ with the fake driver ----
@@ -121,7 +120,7 @@ class Library(calls.Cpp):
 def library(tmp_path_factory):
     functions = {
         name: record(name, launch_of(name), arguments(name, B, N, N), H200)
-        for name, (B, N, _) in (ATTENTION | QUANTIZE).items()
+        for name, (B, N, _) in PACKAGED.items()
     }
     return Library(library_of(tmp_path_factory.mktemp("library"), functions), functions)
 
@@ -129,7 +128,7 @@ def library(tmp_path_factory):
 # -- equal ----
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE])
+@pytest.mark.parametrize("name", PACKAGED)
 def test_cpp_launches_what_python_launches(name, library, monkeypatch):
     rng, reached = random.Random(name), set()
     # A bound that hides nothing is dropped where the lengths are known: in C++ they are not.
@@ -153,7 +152,9 @@ def test_recorded_functions_are_short_and_have_every_kernel_of_their_ops(library
     assert kernels == {
         "_hopper_kernel", "_attention_kernel", "_combine_kernel", "_pack_mask_kernel",
         "_list_tiles_kernel", "_rank_tiles_kernel", "_estimate_kernel", "_quantize_k_kernel",
-        "_quantize_kv_kernel", "quantize_v_again_kernel",
+        "_quantize_kv_kernel", "quantize_v_again_kernel", "_partial_kernel", "_final_kernel",
+        "_quantize_v_kernel", "_quantize_kernel", "_pool_kernel", "_largest_kernel",
+        "_unsmooth_kernel",
     }  # fmt: skip
 
 
@@ -256,7 +257,7 @@ def test_what_is_not_as_when_the_package_was_made_is_refused(change, message, li
 
 def test_numbers_that_are_not_as_when_the_package_was_made_are_refused(tmp_path):
     given = arguments("full", Facts.of(2), Facts(1, 512), Facts(16, 512, 16))
-    functions = {"f": record("f", select.launched, given, H200)}
+    functions = {"f": record("f", launch_of("full"), given, H200)}
     library = Library(library_of(tmp_path, functions), functions)
     for n in (0, 513, 17):
         with pytest.raises(RuntimeError, match="n_kv must be 16 to 512 and a multiple of 16, as when "
@@ -342,8 +343,8 @@ def test_a_constexpr_must_be_known():
     q = given["q"]
     unknown = dataclasses.replace(q, shape=(*q.shape[:3], Facts(1, 128)))
     with pytest.raises(TypeError, match="known only when a package runs: q.sizes\\[3\\]"):
-        record("f", select.launched, given | {"q": unknown}, H200)
-    ((kernel, _, values, _), *_), *_ = planned(select.launched, known(given), 132)
+        record("f", launch_of("full"), given | {"q": unknown}, H200)
+    ((kernel, _, values, _), *_), *_ = planned(launch_of("full"), known(given), 132)
     (at,) = (i for i, each in enumerate(kernel.params) if each.name == "D")
     values = [torch.empty(1) if isinstance(x, (str, tuple)) else x for x in values]
     with pytest.raises(TypeError, match="_hopper_kernel: D must be known to compile it"):
@@ -374,7 +375,7 @@ for _function, _schema in (
     torch.library.register_fake(f"sage_test::{_function.__name__[1:]}", _function, lib=_TEST_OPS)
 SCALE, PAIR = torch.ops.sage_test.scale.default, torch.ops.sage_test.pair.default
 for _op in (SCALE, PAIR):
-    package.register(_op, package.Packaged)
+    package.register(_op)
 
 LOOP = """
 AOTITorchError NAME(PARAMETERS) {
@@ -534,10 +535,9 @@ def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
     monkeypatch.setattr(Compilation, "compile", compile)
     for name in names:
         B, N, _ = (ATTENTION | QUANTIZE)[name]
-        op = attention_opaque if name in ATTENTION else quantize_kv_opaque
-        texts.append(package._source(name, op, arguments(name, B, N, N), H200, kernels))
+        texts.append(package._source(name, op_of(name), arguments(name, B, N, N), H200, kernels))
     again = arguments("kv", *(QUANTIZE["kv"][i] for i in (0, 1, 1)))
-    texts.append(package._source("again", quantize_kv_opaque, again, H200, kernels))
+    texts.append(package._source("again", op_of("kv"), again, H200, kernels))
     text = "".join(texts)
     assert text.count(package.HEADER.read_text()) == 1 and texts[0].startswith("// Launches")
     found = {each[1]: each for each in KERNEL.finditer(text)}

@@ -16,17 +16,12 @@ from pathlib import Path
 from unittest import mock
 
 import launches as calls
-import noted
 import pytest
 import torch
 from launches import (
-    ATTENTION,
-    CORRECTED,
     KINDS,
     PROCESSORS,
-    QUANTIZE,
     SHARED,
-    TRAINED,
     Labels,
     Tensor,
     call_of,
@@ -40,19 +35,17 @@ from triton import knobs
 import sage_inductor
 from sage_inductor.lowering import package, replay
 from sage_inductor.lowering.number import Facts
-from sage_inductor.ops import gpus, launch, notes, precompile
-from sage_inductor.ops.attention import select
-from sage_inductor.ops.attention.select import _attention_opaque, attention_opaque
+from sage_inductor.ops import gpus, notes, register
+from sage_inductor.ops.attention.select import attention
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import load_module
 from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.operands import Kept
-from sage_inductor.ops.quantize import op as preparation
-from sage_inductor.ops.quantize.op import _quantize_kv_opaque, empty_kv, quantize_kv_opaque
+from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
-from sage_inductor.ops.sdpa import _unsmoothed_lse_opaque, launched_lse, unsmoothed_lse_opaque
+from sage_inductor.ops.sdpa import unsmoothed_lse
 from sage_inductor.ops.training import rowscaled
 
 TRITONS = {9: 10}  # Triton's number of bf16, by the driver's
@@ -128,7 +121,8 @@ class Site:
         return [pointer_of(x, None) for x in found] if found else found
 
     def note(self, given: dict, device: int = 0) -> None:
-        found = replay.note(calls.launch_of(self.name), like(given), self.gpu, self.module.compile)
+        launched, given_like = calls.launch_of(self.name), like(given).values()
+        found = replay.note(launched, given_like, self.gpu, self.module.compile)
         self.module.python.note(self.site, *self._given(given, device), found.plan, found.names)
         assert self.module.cpp.live() == 0
 
@@ -144,7 +138,7 @@ class Site:
         return found._replace(made={})  # of one tensor these are parts
 
 
-@pytest.mark.parametrize("name", [*ATTENTION, *QUANTIZE, *TRAINED, *CORRECTED])
+@pytest.mark.parametrize("name", calls.CALLS)
 def test_cpp_launches_what_python_launched(name, module, monkeypatch):
     rng = random.Random(name)
     for _ in range(60 if has_every_variant() else 30):
@@ -156,37 +150,6 @@ def test_cpp_launches_what_python_launched(name, module, monkeypatch):
         expected = calls.planned(calls.launch_of(name), given, PROCESSORS[device])
         assert plan == expected._replace(made={}, views={})
         check_memory(site, expected)
-
-
-TRAINING = rowscaled.rowscaled, rowscaled.rowscaled_backward
-OPS = {  # name -> the op, and the function that it is of
-    **dict.fromkeys([*ATTENTION, "idle"], (attention_opaque, _attention_opaque)),
-    **dict.fromkeys(QUANTIZE, (quantize_kv_opaque, _quantize_kv_opaque)),
-    **dict.fromkeys(CORRECTED, (unsmoothed_lse_opaque, _unsmoothed_lse_opaque)),
-    **{
-        name: (op._opoverload, op._init_fn)
-        for name in TRAINED
-        for op in [TRAINING["backward" in name]]
-    },
-}
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_what_is_noted_is_what_the_op_itself_launches(name):
-    rng, (op, function) = random.Random(name), OPS[name]
-    for _ in range(10):
-        if name == "idle":  # bounds that hide no key
-            given = call_of("window", 900) | {"left": 1024, "right": 899}
-        else:
-            given, _ = calls.drawn(name, rng)
-        given = like(given)
-        with launch.noted() as of_replay:
-            LAUNCHES[op].launch(given, launch.launch_cached, H200)
-        given = AttentionCall(**given) if op is attention_opaque else given
-        of_op = noted.launches(
-            function, (9, 0), *([given] if op is attention_opaque else given.values())
-        )
-        assert of_replay and noted.written(of_replay) == noted.written(of_op)
 
 
 def check_memory(site: Site, expected: calls.Plan) -> None:
@@ -261,7 +224,7 @@ def test_an_error_of_the_driver_or_of_torch_says_where(module):
 
 def test_a_plan_that_is_not_read_to_its_end_is_refused(module):
     given, site = call_of("full", 128), Site(module, "full")
-    found = replay.note(select.launched, like(given), H200, module.compile)
+    found = replay.note(calls.launch_of("full"), like(given).values(), H200, module.compile)
     for plan in (found.plan[:-8], found.plan + bytes(8)):
         with pytest.raises(RuntimeError, match="a plan (ends early|goes on)"):
             module.python.note(site.site, *site._given(given, 0), plan, found.names)
@@ -269,13 +232,13 @@ def test_a_plan_that_is_not_read_to_its_end_is_refused(module):
 
 
 def test_another_launchs_output_cannot_be_noted():
-    def launch(given, run, gpu):
-        return given["x"], given["x"].new_empty(3)
+    def launch(run, gpu, x):
+        return x, x.new_empty(3)
 
     with pytest.raises(NotImplementedError, match="a view of another tensor"):
-        replay.note(launch, {"x": torch.empty(3)}, H200, None)
+        replay.note(launch, (torch.empty(3),), H200, None)
     with pytest.raises(NotImplementedError, match="a view of another tensor"):
-        replay.note(lambda given, run, gpu: 2 * [torch.empty(3, device="meta")], {}, H200, None)
+        replay.note(lambda *_: 2 * [torch.empty(3, device="meta")], (), H200, None)
 
 
 # -- compiled models, with torch's tensors ----
@@ -299,7 +262,7 @@ def on_cpu(with_torch, monkeypatch):
         k, v, _, recipe = args
         return empty_kv(k, v, recipe).tensors()
 
-    def attention(*args):
+    def attend(*args):
         asked.append("attention")
         return AttentionCall(*args).empty_outputs()
 
@@ -318,21 +281,25 @@ def on_cpu(with_torch, monkeypatch):
         monkeypatch.setattr(gpus, name, of)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with_torch.set("current", 0)
+    monkeypatch.setattr(register, "emulated", lambda x: False)
     with torch.library._scoped_library("sage", "IMPL") as lib:
-        lib.impl("quantize_kv_opaque", quantize, "CPU")
-        lib.impl("attention_opaque", attention, "CPU")
-        lib.impl("unsmoothed_lse", correct, "CPU")
+        for name, of_cpu in (
+            ("quantize_kv", quantize),
+            ("attention", attend),
+            ("unsmoothed_lse", correct),
+        ):
+            lib.impl(name, of_cpu, "CPU", allow_override=True)
         yield asked
     with_torch.written()
 
 
 def layer(q, k, v, left=None, right=0, out_bnhd=False):
-    p = Prepared(*quantize_kv_opaque(k, v, None, RECIPE))
+    p = Prepared(*quantize_kv(k, v, None, RECIPE))
     call = AttentionCall(
         q, p.k, p.k_scale, p.v, q.shape[3] ** -0.5, k.shape[2], RECIPE, v_scale=p.v_scale,
         v_mean=p.v_mean, left=left, right=right, out_bnhd=out_bnhd,
     )  # fmt: skip
-    return attention_opaque(*call)
+    return attention(*call)
 
 
 def layers(q, k, v):
@@ -344,31 +311,20 @@ def layers(q, k, v):
 def corrected(q, k, v):
     """lse of the keys before they were smoothed."""
     out, lse = layer(q, k, v)
-    return out, *unsmoothed_lse_opaque(lse, q, k.float().mean(2), 0.125)
+    return out, *unsmoothed_lse(lse, q, k.float().mean(2), 0.125)
 
 
 def of_python(model, *inputs) -> calls.Plan:
     """What it launches."""
-    names = [f"x{i}" for i in range(len(inputs))]
 
-    def launch(given, run, gpu):
-        def quantize(*args):
-            names = ("k", "v", "visible", "recipe")
-            return preparation.launched(dict(zip(names, args)), run, gpu)
+    def launch(run, gpu, *given):
+        mine = sys.modules[__name__]
+        ops = {each: vars(mine)[each] for each in ("quantize_kv", "attention", "unsmoothed_lse")}
+        of_gpu = {name: functools.partial(LAUNCHES[op], run, gpu) for name, op in ops.items()}
+        with mock.patch.multiple(mine, **of_gpu):
+            return model(*given)
 
-        def attention(*args):
-            return select.launched(AttentionCall(*args)._asdict(), run, gpu)
-
-        def correct(*args):
-            return launched_lse(dict(zip(("lse", "q", "k_mean", "scale"), args)), run, gpu)
-
-        with mock.patch.multiple(
-            sys.modules[__name__], quantize_kv_opaque=quantize, attention_opaque=attention,
-            unsmoothed_lse_opaque=correct,
-        ):  # fmt: skip
-            return model(*given.values())
-
-    like = {name: Tensor(x.dtype, x.shape, x.stride()) for name, x in zip(names, inputs)}
+    like = {f"x{i}": Tensor(x.dtype, x.shape, x.stride()) for i, x in enumerate(inputs)}
     return calls.planned(launch, like, 132)
 
 
@@ -437,12 +393,9 @@ def test_a_training_step_replays_what_it_launched(dynamic, with_torch, on_cpu):
     for x, y in zip((out, *gradients), (q, q, k, v)):
         assert x.shape == y.shape and x.is_contiguous() and x.dtype == q.dtype
 
-    def launch(given, run, gpu):
-        q, k, v, grad = given.values()
-        given = dict(q=q, k=k, v=v, is_causal=False, scale=0.125, out_bnhd=False)
-        found = rowscaled.launched(given, run, gpu)
-        values = (grad, *found, 200, 0.125, False)
-        return rowscaled.launched_backward(dict(enumerate(values)), run, gpu)
+    def launch(run, gpu, q, k, v, grad):
+        found = rowscaled._launch(run, gpu, q, k, v, False, 0.125, False)
+        return rowscaled._launch_backward(run, gpu, grad, *found, 200, 0.125, False)
 
     given = q, k, v, grad
     like = {f"x{i}": Tensor(x.dtype, x.shape, x.stride()) for i, x in enumerate(given)}
@@ -456,7 +409,7 @@ def test_a_training_step_replays_what_it_launched(dynamic, with_torch, on_cpu):
 
 def test_what_trains_is_compiled_while_its_graph_is_traced(on_cpu, monkeypatch):
     asked = []
-    monkeypatch.setattr(precompile, "precompile", lambda *given: asked.append(given))
+    monkeypatch.setattr(register, "precompile", lambda *given: asked.append(given))
     q, k, v = (x.requires_grad_() for x in draw(2, 200))
 
     def attend(q, k, v):
@@ -465,13 +418,11 @@ def test_what_trains_is_compiled_while_its_graph_is_traced(on_cpu, monkeypatch):
     with fresh_cache():
         torch.compile(attend, fullgraph=True)(q, k, v).sum().backward()
     (forward, given), (backward, of_backward) = dict(asked).items()  # traced more than once
-    assert (forward, backward) == (rowscaled.launched, rowscaled.launched_backward)
-    assert list(given) == ["q", "k", "v", "is_causal", "scale", "out_bnhd"]
-    assert list(of_backward) == ["grad", "out", *Kept._fields, "n_kv", "scale", "out_bnhd"]
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        assert given[name].shape == x.shape and given[name].stride() == x.stride()
-    assert [given[x] for x in ("is_causal", "scale", "out_bnhd")] == [True, 0.125, False]
-    assert of_backward["v_mean"].shape == (2, 2, 0) and of_backward["n_kv"] == 200
+    assert (forward, backward) == (rowscaled._launch, rowscaled._launch_backward)
+    for x, y in zip(given, (q, k, v)):
+        assert x.shape == y.shape and x.stride() == y.stride()
+    assert given[3:] == (True, 0.125, False) and of_backward[-3:] == (200, 0.125, False)
+    assert Kept(*of_backward[2:-3]).v_mean.shape == (2, 2, 0)
 
 
 def test_an_op_is_given_the_strides_of_eager_mode(monkeypatch, generated):
@@ -515,7 +466,7 @@ def test_a_torch_without_handles_calls_the_ops(on_cpu, monkeypatch):
     monkeypatch.setattr(package, "handles_of", None)
     with fresh_cache():
         _, (code,) = run_and_get_code(torch.compile(layer), *draw(2, 100))
-    assert "torch.ops.sage.attention_opaque.default(" in code and "Replay" not in code
+    assert "torch.ops.sage.attention.default(" in code and "Replay" not in code
 
 
 def test_a_training_step_whose_operands_are_copied_stays_with_python():
@@ -523,7 +474,7 @@ def test_a_training_step_whose_operands_are_copied_stays_with_python():
         sizes = map(Facts.of, (2, 200, 200))
         given = like(calls.known(calls.train(*sizes, D, layout=layout)))
         with pytest.raises(NotImplementedError, match="q or v is copied"):
-            replay.note(rowscaled.launched, given, H200, None)
+            replay.note(rowscaled._launch, given.values(), H200, None)
 
 
 def bands(q, k, v):
@@ -543,7 +494,7 @@ OTHER = NAMED["sage2-8b"].encode()
 
 def recipes(q, k, v):
     """Two calls that differ in a string alone."""
-    return [*quantize_kv_opaque(k, v, None, RECIPE), *quantize_kv_opaque(k, v, None, OTHER)]
+    return [*quantize_kv(k, v, None, RECIPE), *quantize_kv(k, v, None, OTHER)]
 
 
 @pytest.mark.parametrize("model", [bands, flags, recipes])
@@ -573,7 +524,7 @@ def test_a_cached_graph_replays_too(with_torch, on_cpu):
 
 
 def test_nothing_keeps_a_tensor(with_torch, on_cpu):
-    given, run = draw(2, 100), replay.Replay(quantize_kv_opaque)
+    given, run = draw(2, 100), replay.Replay(quantize_kv)
     k, v = given[1:]
     args = k, v, None, RECIPE
 
@@ -680,7 +631,7 @@ def test_what_cannot_be_noted_stays_with_python(on_cpu, with_torch, monkeypatch,
     for _ in range(5):
         run(*given)
     assert len(on_cpu) == 10 and not with_torch.written()
-    ops = ("sage.quantize_kv_opaque", "sage.attention_opaque")
+    ops = ("sage.quantize_kv", "sage.attention")
     for line, op in zip(slower(caplog), ops, strict=True):
         assert line.startswith(f"{replay.BY_PYTHON}: {op}.default: ")
         assert "this Triton calls kernels in another way" in line

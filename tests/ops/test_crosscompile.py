@@ -16,13 +16,14 @@ from support import attention_call
 from bench.tritons import ROWS
 from sage_inductor.ops import compat, gpus
 from sage_inductor.ops import pool as blocks_of_tokens
-from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention import nvfp4, tiles
+from sage_inductor.ops.attention import triton as portable
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan
-from sage_inductor.ops.attention.select import Problem, hopper_tile, select
+from sage_inductor.ops.attention.select import Problem, hopper_tile
 from sage_inductor.ops.attention.tiles import Load
 from sage_inductor.ops.formats import pad_head_dim
-from sage_inductor.ops.launch import launch_cached
+from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize import keys, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.visibility import BlockLists, Visibility
@@ -101,8 +102,8 @@ MASKED = ("rows", "mask")
 def test_attention_compiles_to_the_matrix_instructions(architecture, recipe, kind):
     """Each product in FP8 starts from zero. Triton folds a plain addition into the accumulator on
     sm_89 and sm_120, where it keeps 13 mantissa bits."""
-    traced = architecture != (9, 0) or kind not in LISTS
-    compiled = attention_of(architecture, recipe, traced, warpgroups=0, **KINDS[kind])
+    pointers = architecture != (9, 0) or kind not in LISTS
+    compiled = attention_of(architecture, recipe, pointers, warpgroups=0, **KINDS[kind])
     assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
     stack = stack_bytes(compiled.asm["cubin"])
     assert stack <= stack_of_portable(architecture, recipe, kind), stack
@@ -446,7 +447,7 @@ def test_one_warpgroup_is_a_program_for_each_tile():
             visible = Visibility(left=band[0], right=band[1])
             a = attention_call(q, k, v, "sage2-8b-per-token", visible)
             tile = tiles.hopper((9, 0), "fp8", 64, False, tiles.ANY, warpgroups)
-            first, *more = noted.launches(plan.launch, (9, 0), a, tile, launch_cached)
+            first, *more = noted.launches(plan.launch, (9, 0), a, tile, run)
             whole = first.arguments[first.kernel.arg_names.index("whole_tiles")]
             programs[warpgroups, band] = first.grid[0], whole, len(more), first.options["maxnreg"]
     of_3 = (64, 64, 0, 128)  # 32 tiles a head
@@ -456,20 +457,18 @@ def test_one_warpgroup_is_a_program_for_each_tile():
     }  # fmt: skip
 
 
-def test_the_kernel_of_a_call_is_selected_by_what_is_known_while_compiling():
-    found = {
-        (name, capability): select(Problem(capability, NAMED[name], 128, masked, portable))
-        for name, capability, masked, portable in (
-            ("sage2-8b", (9, 0), False, False), ("sage2-8b", (8, 9), False, False),
-            ("sage3", (9, 0), False, False), ("sage2-4b", (9, 0), True, False),
-            ("sage1", (9, 0), False, True), ("sage1", None, True, False),
-        )
-    }  # fmt: skip
-    kinds = [(each.kernel.name, each.kernel.traced) for each in found.values()]
-    assert kinds == [
-        ("opaque", False), ("triton", True), ("nvfp4", True), ("triton", True), ("triton", True),
-        ("emulation", True),
-    ]  # fmt: skip
+@pytest.mark.parametrize("recipe, capability, mask, kernel, capped", [
+    ("sage2-8b", (9, 0), None, portable, True),
+    ("sage2-8b", (8, 9), None, portable, False),
+    ("sage2-4b", (9, 0), "keys", portable, False),
+    ("sage3", (9, 0), None, nvfp4, False),
+    ("sage2-8b-per-token", (9, 0), None, hopper, True),
+    ("sage2-8b-per-token", (9, 0), "bias", portable, True),
+])  # fmt: skip
+def test_what_computes_a_call(recipe, capability, mask, kernel, capped):
+    *_, of_call = noted.launches(noted.sdpa, capability, recipe, mask=mask)
+    assert of_call.kernel.__module__ == kernel.__name__
+    assert ("maxnreg" in of_call.options) == capped
 
 
 def test_warpgroups_name_a_tile():
@@ -632,7 +631,7 @@ KINDS_OF_NVFP4 |= {f"causal of {D}": dict(D=D, right=0) for D in (64, 256)}
     architecture=ARCHITECTURES, kind=KINDS_OF_NVFP4,
 )  # fmt: skip
 def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
-    compiled = attention_of(architecture, "sage3", traced=True, **KINDS_OF_NVFP4[kind])
+    compiled = attention_of(architecture, "sage3", **KINDS_OF_NVFP4[kind])
     ptx = compiled.asm["ptx"]
     products = re.findall(r"\s((?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\..*?) ", ptx)
     native = architecture in BLOCK_SCALED
@@ -688,23 +687,21 @@ def test_short_kernels_spill_nothing(architecture, kernel):
 
 def of_k(recipe):
     return "_quantize_k_kernel", lambda x, visible, pdl: keys.launch_k(
-        x, x[:, :, 0].float(), NAMED[recipe], visible, launch_cached, pdl
+        x, x[:, :, 0].float(), NAMED[recipe], visible, run, pdl
     )
 
 
 def of_both(recipe="sage2-8b-per-token"):
-    return lambda x, visible, pdl: one_pass.launch_kv(
-        x, x, visible, NAMED[recipe], launch_cached, pdl
-    )
+    return lambda x, visible, pdl: one_pass.launch_kv(x, x, visible, NAMED[recipe], run, pdl)
 
 
 def smoothed(x, visible, pdl=False):
-    return smooth.launch_smooth([x, x], visible, run=launch_cached)
+    return smooth.launch_smooth([x, x], visible, 1, run)
 
 
 def of_v(x, visible, pdl):
     mean, amax = smoothed(x, visible)
-    return values.launch_v(x, mean[0], amax[0], NAMED["sage2-8b"], visible is not None)
+    return values.launch_v(x, mean[0], amax[0], NAMED["sage2-8b"], visible is not None, run)
 
 
 # The kernel, and what launches it, of k or v, the rows that count, and whether kernels overlap.
@@ -716,7 +713,7 @@ PREPARATION = {
     "kv, rotated": ("_quantize_kv_kernel", of_both("sage2-8b-rotated")),
     "k, rotated": of_k("sage1-rotated"),
     "k, 4 scales": of_k("sage2-8b"), "k, INT4": of_k("sage2-4b"), "k, FP8": of_k("sage2-8b-fp8qk"),
-    "pool": ("_pool_kernel", lambda x, visible, pdl: blocks_of_tokens._launch_pool(x, None, 128)),
+    "pool": ("_pool_kernel", lambda x, visible, pdl: blocks_of_tokens.pool_blocks(x, None, 128)),
 }  # fmt: skip
 
 
@@ -735,7 +732,7 @@ def test_no_conversion_to_fp8_merges_with_an_unrelated_register(kernel, D):
     the two to be equal, as zeros of padded channels are, it puts any register in the other's place.
     """
     if kernel == "attention":
-        compiled = attention_of((9, 0), "sage2-8b-fp8qk", traced=True, D=D, right=0)
+        compiled = attention_of((9, 0), "sage2-8b-fp8qk", pointers=True, D=D, right=0)
     else:
         compiled = preparation_of(kernel, (9, 0), D)
     writer, conversions = {"RZ": "zero"}, 0
@@ -758,7 +755,7 @@ def test_no_byte_is_stored_of_a_float(recipe):
     register that it has seen written by a float's instruction: 255. It happened where heads of q
     start anywhere, as of 36 channels side by side, so that a thread has single bytes of a row.
     """
-    compiled = attention_of((9, 0), recipe, traced=True, D=36, right=0)
+    compiled = attention_of((9, 0), recipe, pointers=True, D=36, right=0)
     writer, bytes_stored = {}, 0
     for line in compiled.asm["ptx"].splitlines():
         name, *operands = re.sub("[,;]", " ", line.replace("::cta", "")).split() or [""]
@@ -776,7 +773,7 @@ def test_rows_of_72_channels_are_read_16_bytes_at_a_time(kernel):
     if kernel == "hopper":
         compiled = hopper_of(tiles.hopper((9, 0), "fp8", 72, False, Load()), "fp8", D=72)
     elif kernel == "attention":
-        compiled = attention_of((9, 0), "sage2-8b-per-token", traced=True, D=72, right=0)
+        compiled = attention_of((9, 0), "sage2-8b-per-token", pointers=True, D=72, right=0)
     else:
         compiled = preparation_of(kernel, (9, 0), 72)
     ptx = compiled.asm["ptx"]
@@ -859,7 +856,7 @@ def test_every_kernel_compiles_with_the_oldest_and_the_newest_triton():
 def test_the_kernel_is_that_of_the_wider_head_dim():
     k, v = torch.empty(1, 2, 8, 64), torch.empty(1, 2, 8, 200)
     for pair in ((k, v), (v, k)):
-        problem = Problem.of(*pair, NAMED["sage2-8b"], masked=True, portable=False)
+        problem = Problem.of(*pair, NAMED["sage2-8b"], masked=True)
         assert problem.head_dim == 200 and problem.capability is None
 
 

@@ -19,23 +19,24 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map
 from triton import knobs
 
 import sage_inductor
 from bench.fusion import halves, rotated_half
 from bench.tritons import ROWS
-from sage_inductor.ops import compat, gpus
+from sage_inductor.ops import compat, gpus, selector
 from sage_inductor.ops import pool as of_tokens
 from sage_inductor.ops.attention.select import (
     Problem,
     attention,
-    attention_opaque,
     hopper_tile,
     select,
 )
-from sage_inductor.ops.quantize.op import quantize_kv, quantize_kv_opaque
+from sage_inductor.ops.quantize.op import quantize_kv
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
+from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import Visibility
 
@@ -50,16 +51,31 @@ qkv, rand = GPU.qkv, GPU.rand
 
 @pytest.mark.parametrize("misaligned", [False, True])
 @pytest.mark.parametrize("pv", ["fp8", "16bit"])
-def test_the_opaque_preparation_is_the_same(pv, misaligned):
+def test_a_preparation_without_look_up_is_the_same(pv, misaligned):
     """Again with new values, where Triton's look-up is left out, at another length, and at addresses
     that ask for another kernel."""
     for N in (700, 700, 333):
         _, k, v = (x[..., int(misaligned) :] for x in qkv(2, 4, 2, 1, N, 65 if misaligned else 64))
         v, text = v if pv == "fp8" else None, Recipe("per_token", pv).encode()
-        found = quantize_kv_opaque(k, v, None, text)
+        found = quantize_kv(k, v, None, text)
         assert len(found) == (6 if pv == "fp8" else 3)
-        for x, y in zip(found, quantize_kv(k, v, None, text), strict=True):
+
+        def looked_up(kernel, grid, tensors, numbers, **options):
+            kernel[grid](*tensors, *numbers, **options)
+
+        by_jit = LAUNCHES[quantize_kv](looked_up, k.device, k, v, None, text)
+        for x, y in zip(found, by_jit, strict=True):
             assert_close(x.float(), y.float(), rtol=0, atol=0)
+
+
+def by_cpu(op):
+    """What it gives on CPU."""
+
+    def call(*given):
+        given = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, given)
+        return tree_map(lambda x: x.cuda(), op(*given))
+
+    return call
 
 
 # -- block lists ----
@@ -73,7 +89,7 @@ def test_hopper_kernel_by_long_lists(seed):
     lists = support.block_lists(1, 1, 2000, 70_000, 64, 64, 0.02, True, "cuda")
     a = attention_call(q, k, v, OF_HOPPER[seed], Visibility(blocks=lists), 0.1)
     assert hopper_tile(a) is not None
-    out, lse = attention_opaque(*a)
+    out, lse = attention(*a)
     out_ref, lse_ref = attention(*a)
     assert relative_l2(out, out_ref) <= 2e-2
     assert_close(lse, lse_ref, rtol=1e-5, atol=1e-4)
@@ -151,7 +167,7 @@ def test_pooled_blocks_are_those_of_plain_pytorch(D, dtype):
         for y in (x, x[..., : D // 8 * 8].contiguous()):
             for shift in (None, torch.randn(2, 3, y.shape[3], device="cuda")):
                 found = of_tokens.pool_blocks(y, shift, block)
-                expected = of_tokens._pool_plain(y, shift, block)
+                expected = by_cpu(of_tokens.pool_blocks)(y, shift, block)
                 assert_close(found, expected, rtol=2e-6, atol=5e-6)
 
 
@@ -165,7 +181,7 @@ def test_the_largest_scores_are_those_of_a_sort(M):
             counts = torch.randint(0, M + 1, scores.shape[:3], device="cuda").int()
             counts[0, 0, :2] = torch.tensor([0, M])
             found = of_tokens.largest(scores, counts)
-            assert torch.equal(found, of_tokens._largest_plain(scores, counts))
+            assert torch.equal(found, by_cpu(of_tokens.largest)(scores, counts))
 
 
 def which(counts, indices):
@@ -203,8 +219,8 @@ def test_selected_blocks_are_those_of_plain_pytorch(seed, monkeypatch):
         q, k = (alike_tokens(2, H, N, D, dtype=dtype) for H in (H_q, H_kv))
         found, by_inductor = select_blocks(q, k, selection), compiled(q, k)
         with monkeypatch.context() as plain:
-            plain.setattr(of_tokens, "_launch_pool", of_tokens._pool_plain)
-            plain.setattr(of_tokens, "_launch_largest", of_tokens._largest_plain)
+            plain.setattr(selector, "pool_blocks", by_cpu(of_tokens.pool_blocks))
+            plain.setattr(selector, "largest", by_cpu(of_tokens.largest))
             expected = select_blocks(q, k, selection)
         assert_same_blocks(found, expected)
         assert_same_blocks(by_inductor, expected)
@@ -268,9 +284,9 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
     for recipe, q_, v_ in (("sage2-8b-per-token", apart, v), ("sage1-per-token", q, unaligned)):
         a = attention_call(q_, k, v_, recipe, Visibility(right=0))
         assert hopper_tile(a) is None
-        out, _ = attention_opaque(*a)
+        out, _ = attention(*a)
         r = NAMED[recipe]
-        tile = select(Problem(gpus.capability(q.device), r, 128, masked=False)).tile
+        tile = select(Problem(gpus.capability(q.device), r, 128, masked=False))
         out_ref, _ = emulation.attention(a, tile.BLOCK_N)
         assert relative_l2(out, out_ref) <= 1e-3
 

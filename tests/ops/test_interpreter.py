@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from kernel_cases import INTERPRETER, length
 from pairs import chosen, has_every_variant, pairs, seeds
-from support import attention_call, relative_l2, run_portable
+from support import attention_call, relative_l2, run, run_portable
 from torch.testing import assert_close
 
 from sage_inductor.ops import pool as of_tokens
@@ -28,7 +28,7 @@ from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan, tile_lists
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.formats import E4M3_MAX, QK, TINY
-from sage_inductor.ops.launch import doubled, launch_traced
+from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize import codes as rounding
 from sage_inductor.ops.quantize import nvfp4
 from sage_inductor.ops.quantize.rotate import in_16_bits
@@ -55,7 +55,7 @@ def test_int4_k_comes_with_what_smoothing_q_made(recipe, smooths_q):
         q_mean=q if smooths_q else None, delta=q if smooths_q else None
     )
     with pytest.raises(ValueError, match=f"only that: k is {NAMED[recipe].qk}"):
-        triton_kernel.launch(a, Tile(64, 64, 4, 2), launch_traced)
+        triton_kernel.launch(a, Tile(64, 64, 4, 2), run)
 
 
 @triton.jit
@@ -507,8 +507,8 @@ def test_pooled_blocks(block, dtype):
         x = between_nan(B, H, N, D, dtype=dtype)
         x[:, 0, 0] = 0  # has no direction
         shift = torch.randn(B, H, D) if shifted else None
-        found = of_tokens._launch_pool(x, shift, block)
-        for y, expected in zip(found, of_tokens._pool_plain(x, shift, block), strict=True):
+        found = of_tokens._launch_pool(run, None, x, shift, block)
+        for y, expected in zip(found, of_tokens.pool_blocks(x, shift, block), strict=True):
             assert_close(y, expected, rtol=2e-6, atol=5e-6)
 
 
@@ -524,15 +524,15 @@ def test_the_largest_scores(seed):
     counts = torch.randint(0, M + 1, scores.shape[:3]).int()
     counts[0] = draw.choice([0, M])
     scores = scores.mT.contiguous().mT if draw.random() < 0.3 else scores
-    found = of_tokens._launch_largest(scores, counts)
-    assert torch.equal(found, of_tokens._largest_plain(scores, counts))
+    (found,) = of_tokens._launch_largest(run, None, scores.contiguous(), counts)
+    assert torch.equal(found, of_tokens.largest(scores, counts))
 
 
 def test_of_a_row_with_nan_each_block_is_listed_once():
     scores = torch.where(torch.rand(6, 520) < torch.rand(6, 1), torch.nan, torch.randn(6, 520))
     scores[0], scores[1] = torch.nan, -torch.inf
     counts = torch.randint(0, 521, (6,)).int()
-    found = of_tokens._launch_largest(scores, counts)
+    (found,) = of_tokens._launch_largest(run, None, scores, counts)
     assert torch.equal(found.sort(-1)[0], torch.arange(520).int().expand(6, -1))
 
 
@@ -547,7 +547,7 @@ def test_training(heads, D, blocks_q, end_q, blocks_kv, end_kv, is_causal, scale
     written."""
     N_q, N_kv = length(blocks_q, 64, end_q), length(blocks_kv, 64, end_kv)
     q, k, v = support.qkv(*heads, N_q, N_kv, D, torch.float16)
-    q, run = 2 * q, launch_traced
+    q = 2 * q
     grad = torch.randn_like(q)
     k_mean = reference.smooth([k])[0][0]
     of = [of_training.quantize(*x) for x in ((q,), (k, k_mean), (v,))]
@@ -567,7 +567,9 @@ def test_training(heads, D, blocks_q, end_q, blocks_kv, end_kv, is_causal, scale
 
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
     given = q_codes, q_scale, k_codes, k_scale
-    training.launch_forward(*given, v_codes, v_scale, N_kv, scale, is_causal, out, lse, run)
+    training.launch_forward(
+        *given, v_codes, v_scale, N_kv, scale, is_causal, out, lse, run, q.device
+    )
     out_ref, lse_ref = of_training.forward(of_q, of_k, of_v, (N_q, N_kv, D), scale, is_causal)
     assert relative_l2(out, out_ref) < 1e-3
     assert_close(lse, lse_ref, rtol=1e-5, atol=1e-5)
@@ -576,7 +578,20 @@ def test_training(heads, D, blocks_q, end_q, blocks_kv, end_kv, is_causal, scale
     assert_close(delta, (grad.float() * out.float()).sum(3), rtol=1e-4, atol=1e-3)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     training.launch_backward(
-        *given, v, grad, turned, grad_scale, lse, delta, scale, is_causal, dq, dk, dv, run
+        *given,
+        v,
+        grad,
+        turned,
+        grad_scale,
+        lse,
+        delta,
+        scale,
+        is_causal,
+        dq,
+        dk,
+        dv,
+        run,
+        q.device,
     )
     expected = of_training.backward(of_q, of_k, v, grad, out, lse, scale, is_causal)
     for x, y in zip((dq, dk, dv), expected, strict=True):
@@ -618,7 +633,7 @@ def test_what_the_row_scaled_backward_takes_off_large_scores(is_causal):
 
 def check_preparation(q, k, v, grad, is_causal, scale):
     out, kept = rowscaled.forward(q, k, v, is_causal, scale)
-    found = launch_prepare(grad, out, kept, scale, launch_traced)
+    found = launch_prepare(grad, out, kept, scale, run)
     expected = rowscaled.prepare(grad, out, kept, scale)
     support.same_operands(found, expected, e4m3_step=0.51)
 
@@ -641,13 +656,13 @@ def test_codes_by_each_kind_of_scales(D):
     """A scale a row, of rows less their mean; and both a scale a block and one a row at once, of
     rotated rows."""
     _, k, _, _ = trained(2, 2, 2, 70, 70, D)
-    mean = launch_smooth([k], None)[0][0]
+    mean = launch_smooth([k], None, 1, run)[0][0]
     assert_close(mean, reference.smooth([k])[0][0])
     own, own_scale = by_row = empty_codes(k, shared=1)
-    codes, scale, _ = launch_quantize(k, rotated=0.5, own=by_row, run=launch_traced)
+    codes, scale, _ = launch_quantize(k, rotated=0.5, own=by_row, run=run)
     half = reference.rotate((0.5 * of_training.pad(k.float())).to(k.dtype))
     for found, of, shared, x, taken in (
-        (*launch_quantize(k, mean, shared=1, run=launch_traced)[:2], 1, k, mean),
+        (*launch_quantize(k, mean, shared=1, run=run)[:2], 1, k, mean),
         (codes, scale, 64, half, None), (own, own_scale, 1, half, None),
     ):  # fmt: skip
         expected = of_training.quantize(x, taken, shared)
@@ -662,7 +677,7 @@ def test_a_gradient_in_other_units_changes_scales_alone(is_causal):
     q, k, v, grad = trained(1, 2, 1, 130, 130, 64)
     out, kept = rowscaled.forward(q, k, v, is_causal, 0.3)
     grad = grad.float()
-    plain, small = (launch_prepare(x, out, kept, 0.3, launch_traced) for x in (grad, grad * 2**-40))
+    plain, small = (launch_prepare(x, out, kept, 0.3, run) for x in (grad, grad * 2**-40))
     for name in ("g", "vectors", "v_scale"):
         assert torch.equal(getattr(plain, name), getattr(small, name)), name
     for name in ("qt", "ot", "kt", "kt_own"):
@@ -679,13 +694,13 @@ def test_no_gradient_gives_zeros(is_causal, factor):
     out, kept = rowscaled.forward(factor * q, factor * k, v, is_causal, 0.125)
     kept.stats[0] += 20
 
-    def run(kernel, grid, tensors, numbers, **options):
-        launch_traced(kernel, grid, tensors, numbers, **options)
+    def checked(kernel, grid, tensors, numbers, **options):
+        run(kernel, grid, tensors, numbers, **options)
         if kernel is prepare._bounds_kernel:  # FP8 that is no number would be lost here
             of_head, beta = (tensors[kernel.arg_names.index(x)] for x in ("Of_head", "Beta"))
             assert (of_head[:2] >= TINY).all() and (beta >= TINY).all()
 
-    x = launch_prepare(0 * grad, out, kept, 0.125, run)
+    x = launch_prepare(0 * grad, out, kept, 0.125, checked)
     assert not x.g.any() and not x.ot.float().any() and not x.vectors[2].any()
     for each in rowscaled.gradients(kept, x, 100, 100, 64):
         assert_close(each, torch.zeros_like(each))
@@ -700,7 +715,7 @@ def test_what_is_no_number_reaches_all_gradients(is_causal):
     of_grad[0, 1, 5, 3], of_out[0, 1, 5, 3] = torch.inf, torch.nan
     of_grad, of_out = (of_out, of_grad) if is_causal else (of_grad, of_out)
     x, y = (
-        launch_prepare(*given, kept, 0.125, launch_traced)
+        launch_prepare(*given, kept, 0.125, run)
         for given in ((grad + of_grad, out), (grad, out + of_out))
     )
     for scale in (x.qt_scale, x.ot_scale):

@@ -16,7 +16,6 @@ from kernel_cases import (
     BANDS,
     BOOL,
     DTYPES,
-    GPU,
     LARGE,
     MASKS,
     OPS,
@@ -34,12 +33,13 @@ from kernel_cases import (
     tile_fits,
 )
 from pairs import chosen, pairs
+from support import run
 from torch.testing import assert_close
 
 from bench.tritons import ROWS, VARIANTS
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.tiles import Tile, of_blocks
-from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.formats import K_BLOCK, Prepared
 from sage_inductor.ops.quantize.keys import launch_k
 from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -47,7 +47,7 @@ from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth, la
 from sage_inductor.ops.quantize.values import launch_v
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.sdpa import unsmoothed_lse
+from sage_inductor.ops.sdpa import _unsmoothed_lse
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -99,12 +99,14 @@ OF_K = {
 def test_preparation(runner, case):
     k, v, visible = kv(runner, **case)
     for rows in [None] if visible is None else [visible, 0 * visible]:
-        of_both = zip(launch_smooth([k, v], rows), reference.smooth([k, v], rows), strict=True)
+        of_both = zip(
+            launch_smooth([k, v], rows, 1, run), reference.smooth([k, v], rows), strict=True
+        )
         for (x, y), atol in zip(of_both, (1e-5, 1e-4), strict=True):
             assert_close(x, y, rtol=1e-5, atol=atol)  # fp32 sums in another order
-    mean, amax = launch_smooth([k, v], visible)
+    mean, amax = launch_smooth([k, v], visible, 1, run)
     for r in OF_K.values():
-        codes, scale = launch_k(k, mean[0], r, visible)
+        codes, scale = launch_k(k, mean[0], r, visible, run)
         expected, expected_scale = reference.quantize_k(k, mean[0], r, visible)
         assert_close(scale, expected_scale, rtol=ROTATED[r.rotated], atol=0)
         has_nan = r.rotated or not r.of_qk.is_integer
@@ -112,9 +114,30 @@ def test_preparation(runner, case):
         check_codes(runner, codes, expected, where, r.rotated)
     for saturate in {visible is not None, True}:
         args = v, mean[1], amax[1], NAMED["sage2-8b"], saturate
-        (codes, scale), (expected, expected_scale) = launch_v(*args), reference.quantize_v(*args)
+        (codes, scale), (expected, expected_scale) = (
+            launch_v(*args, run),
+            reference.quantize_v(*args),
+        )
         assert_close(scale, expected_scale, rtol=0, atol=0)
         check_codes(runner, codes, expected, shown(visible, codes, k.shape[2], True, saturate))
+
+
+@on(every(dtype=[torch.float16]), every(dtype=DTYPES))
+def test_a_group_of_hidden_keys_alone_has_a_scale_of_its_own(runner, case):
+    """A row of nothing but fp16's lowest number sees them. One that holds no number has no part."""
+    _, k, _ = runner.qkv(1, 2, 2, 8, 4 * K_BLOCK, 32, **case)
+    hidden = slice(K_BLOCK, 2 * K_BLOCK + 2)  # the second group, and two keys of the third
+    k[:, :, hidden] *= 50
+    k[:, 1, K_BLOCK + 1] = math.inf
+    visible = torch.ones(1, 1, k.shape[2], dtype=torch.uint8, device=k.device)
+    visible[..., hidden] = 0
+    mean = reference.smooth([k], visible)[0][0]
+    for r in OF_K.values():
+        _, scale = launch_k(k, mean, r, visible)
+        _, expected = reference.quantize_k(k, mean, r, visible)
+        assert_close(scale, expected, rtol=ROTATED[r.rotated], atol=0)
+        of_visible, of_hidden, of_both, _ = scale.amax(3).unbind(2)
+        assert (of_hidden > 20 * of_visible).all() and (of_both < 2 * of_visible).all()
 
 
 @on(every(shape=SMALL, dtype=[torch.float16]), every(shape=LARGE[:3], dtype=DTYPES[:1]))
@@ -122,7 +145,7 @@ def test_a_mean_that_is_noise_is_kept_where_it_is_asked_for(runner, case):
     _, _, v = runner.qkv(*case["shape"], dtype=case["dtype"])
     noise = torch.randn(v.shape, device=v.device).to(v.dtype)
     for keep in (0, 1, 2):
-        mean, amax = launch_smooth([v, noise], None, keep)
+        mean, amax = launch_smooth([v, noise], None, keep, run)
         mean_ref, amax_ref = reference.smooth([v, noise], keep=keep)
         assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
         assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
@@ -140,7 +163,7 @@ def test_preparation_in_nvfp4(runner, case):
         beyond_amax = 2 * x, m, a, along_n, True
         # Of one row amax is 0: a code of what is beyond it has no meaning.
         for args in (of_x, beyond_amax)[: min(x.shape[2], 2)]:
-            found, expected = launch_nvfp4(*args), reference.quantize_nvfp4(*args)
+            found, expected = launch_nvfp4(*args, run), reference.quantize_nvfp4(*args)
             for y, e in zip(found, expected, strict=True):
                 assert torch.equal(y, e) and y.stride() == e.stride()
 
@@ -164,12 +187,12 @@ def test_preparation_in_one_pass(runner, case):
     # Of one row k less its mean is noise, half of a code's step.
     for name in ("sage2-8b-per-token", "sage2-8b-fp8qk", *["sage2-8b-rotated"] * (N > 1)):
         r = NAMED[name]
-        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = launch_kv(k, v, visible, r).tensors()
-        *statistics, beyond = launch_estimate([k, v], visible)
+        k_8bit, k_scale, k_mean, v_fp8, v_scale, v_mean = launch_kv(k, v, visible, r, run).tensors()
+        *statistics, beyond = launch_estimate([k, v], visible, run)
         expected = (*reference.estimate(k, visible), *reference.estimate(v, visible))
         for x, y in zip(statistics, expected, strict=True):
             assert_close(x, y, rtol=1e-4, atol=1e-3)  # sums in another order
-        of_training = launch_estimate([k, v], visible, shrink=False)
+        of_training = launch_estimate([k, v], visible, run, shrink=False)
         expected = (y for x in (k, v) for y in reference.estimate(x, visible, shrink=False))
         for x, y in zip(of_training[:4], expected, strict=True):
             assert_close(x, y, rtol=1e-4, atol=1e-3, equal_nan=True)  # of no rows there is no mean
@@ -183,7 +206,7 @@ def test_preparation_in_one_pass(runner, case):
         check_codes(runner, k_8bit, k_8bit_ref, shown(visible, k_8bit, N), r.rotated)
         check_codes(runner, v_fp8, v_fp8_ref, shown(visible, v_fp8, N, True))
         assert v_fp8.float().isfinite().all() or visible is None
-        codes, scale, mean = launch_kv(k, None, visible, r).tensors()
+        codes, scale, mean = launch_kv(k, None, visible, r, run).tensors()
         assert_close(mean, k_mean)  # beside v it is a sum in another order
         codes_ref, scale_ref = reference.quantize_k(k, mean, r, visible)
         assert_close(scale, scale_ref, rtol=ROTATED[r.rotated], atol=0)
@@ -207,9 +230,11 @@ def test_hidden_rows_of_v_saturate_in_a_head_that_is_quantized_again(runner, cas
     estimated = reference.estimate(v, visible)[1]
     assert (reference.sample_rows(N, v.device) < N - 1).all()
     v[:, -1, -1] = (4 * estimated[:, -1]).to(v.dtype)
-    *_, v_fp8, v_scale, v_mean = launch_kv(k, v, visible, NAMED["sage2-8b-per-token"]).tensors()
+    *_, v_fp8, v_scale, v_mean = launch_kv(
+        k, v, visible, NAMED["sage2-8b-per-token"], run
+    ).tensors()
     expected, scale = reference.quantize_v_checked(
-        v, v_mean, launch_estimate([k, v], visible)[3], NAMED["sage2-8b-per-token"], visible
+        v, v_mean, launch_estimate([k, v], visible, run)[3], NAMED["sage2-8b-per-token"], visible
     )
     assert_close(v_scale, scale, rtol=0, atol=0)
     assert (v_scale[:, -1] > 2 * estimated[:, -1] / 448).all()  # it was
@@ -230,11 +255,8 @@ def test_lse_of_the_keys_before_they_were_smoothed(runner, case):
     k_mean, lse = k.float().mean(2) + 3, torch.randn(q.shape[:3], device=q.device)
     lse[..., ::3] = -torch.inf
     for x in (q, q.mT.contiguous().mT):
-        expected = unsmoothed_lse(lse.double(), x.double(), k_mean.double(), -0.3)
-        if runner is GPU:
-            (found,) = torch.ops.sage.unsmoothed_lse(lse, x, k_mean, -0.3)
-        else:
-            found = launch_unsmooth(lse, x, k_mean, -0.3)
+        (expected,) = _unsmoothed_lse(lse.double(), x.double(), k_mean.double(), -0.3)
+        found = launch_unsmooth(lse, x, k_mean, -0.3, run)
         assert_close(found, expected.float(), rtol=1e-5, atol=1e-4)
 
 
@@ -450,17 +472,17 @@ def prepared_by_kernels(k, v, visible, r) -> Prepared:
     if r.pv == "nvfp4":
         of_both = []
         for x, along_n in ((k, False), (v, True)):
-            mean, amax = (y[0] for y in launch_smooth([x], visible))
-            of_both.append((*launch_nvfp4(x, mean, amax, along_n, True), mean))
+            mean, amax = (y[0] for y in launch_smooth([x], visible, 1, run))
+            of_both.append((*launch_nvfp4(x, mean, amax, along_n, True, run), mean))
         (k_codes, k_blocks, *of_k), (v_codes, v_blocks, *of_v) = of_both
         found = Prepared(k_codes, *of_k, v_codes, *of_v, k_blocks, v_blocks)
     elif r.sharing.one_pass:
-        found = launch_kv(k, v if r.pv == "fp8" else None, visible, r)
+        found = launch_kv(k, v if r.pv == "fp8" else None, visible, r, run)
     else:
-        k_mean = launch_smooth([k], visible)[0][0]
-        v_mean, v_amax = (x[0] for x in launch_smooth([v], visible, 0))
-        of_v = (*launch_v(v, v_mean, v_amax, r, True), v_mean) if r.pv == "fp8" else ()
-        found = Prepared(*launch_k(k, k_mean, r, visible), k_mean, *of_v)
+        k_mean = launch_smooth([k], visible, 1, run)[0][0]
+        v_mean, v_amax = (x[0] for x in launch_smooth([v], visible, 0, run))
+        of_v = (*launch_v(v, v_mean, v_amax, r, True, run), v_mean) if r.pv == "fp8" else ()
+        found = Prepared(*launch_k(k, k_mean, r, visible, run), k_mean, *of_v)
     assert all(x.float().isfinite().all() for x in found.tensors())
     return found
 

@@ -300,17 +300,17 @@ def hopper(warpgroups: int, pv: str = "fp8", **given) -> tuple:
 
 WINDOW, BOTH = dict(left=9, right=0), dict(left=300, right=200, bottom_right=True)
 CALLS = {
-    "causal": (noted.sdpa, dict(recipe="sage2-8b", traced=True, right=0)),
-    "bias": (noted.sdpa, dict(recipe="sage2-8b", traced=True, mask="bias")),
-    "rows": (noted.sdpa, dict(recipe="sage2-8b", traced=True, mask="rows", **WINDOW)),
-    "keys": (noted.sdpa, dict(recipe="sage2-8b", traced=True, mask="keys", D=80)),
+    "causal": (noted.sdpa, dict(recipe="sage2-8b", pointers=True, right=0)),
+    "bias": (noted.sdpa, dict(recipe="sage2-8b", pointers=True, mask="bias")),
+    "rows": (noted.sdpa, dict(recipe="sage2-8b", pointers=True, mask="rows", **WINDOW)),
+    "keys": (noted.sdpa, dict(recipe="sage2-8b", pointers=True, mask="keys", D=80)),
     "TMA": (noted.sdpa, dict(recipe="sage2-8b")),
     "16 bits": (noted.sdpa, dict(recipe="sage1", mask="bias")),
     "16 bits, TMA": (noted.sdpa, dict(recipe="sage1-per-token", warpgroups=0)),
     "4 bits": (noted.sdpa, dict(recipe="sage2-4b", mask="rows", **WINDOW)),
-    "4 bits, keys": (noted.sdpa, dict(recipe="sage2-4b", traced=True, mask="keys", D=80)),
+    "4 bits, keys": (noted.sdpa, dict(recipe="sage2-4b", pointers=True, mask="keys", D=80)),
     **{
-        f"{recipe} by lists of {size}": (noted.sdpa, dict(recipe=recipe, traced=True, size=size, mask="keys", right=0))
+        f"{recipe} by lists of {size}": (noted.sdpa, dict(recipe=recipe, pointers=True, size=size, mask="keys", right=0))
         for recipe, size in (("sage2-8b", (64, 64)), ("sage1", (128, 256)), ("sage2-4b", (64, 192)))
     },
     "NVFP4, causal": (noted.sdpa, dict(recipe="sage3", right=0)),

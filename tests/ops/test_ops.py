@@ -3,28 +3,24 @@
 import math
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import support
 import torch
 import torch.nn.functional as F
-import triton
 from pairs import chosen, pairs, seeds
 from support import arguments, attention_call, exactly, qkv, relative_l1, relative_l2, sdpa
 from torch._dynamo.source import ConstantSource
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing import assert_close
-from triton.backends.compiler import GPUTarget
 
 from sage_inductor import lowering
 from sage_inductor.ops import gpus, visibility
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.attention import select, tiles
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import attention
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import MAX_ROWS, PV, Format, Prepared
@@ -40,7 +36,7 @@ from sage_inductor.ops.recipe import NAMED, Recipe, decode
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.sdpa import SdpaCall, compose
+from sage_inductor.ops.sdpa import SdpaCall, check, compose
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
@@ -97,7 +93,7 @@ def pieces(recipe, N_kv, rows, out_bnhd):
     q, k, v = qkv(N_kv=N_kv)
     seen = Visibility.of(torch.rand(2, 1, 65, N_kv) > 0.7, (None, 0, False), N_kv, 128)
     visible = seen.keys(k)
-    mean, amax = smooth([k, v], visible)
+    mean, amax = smooth(k, v, visible)
     text, is_fp8, rows = recipe.encode(), recipe.pv == "fp8", visible if rows else None
     if recipe.sharing.one_pass:
         yield quantize_kv, (k, v if is_fp8 else None, rows, text)
@@ -112,13 +108,11 @@ def pieces(recipe, N_kv, rows, out_bnhd):
 def test_opcheck_of_the_first_pieces(dynamic):
     utilities = (DYNAMIC,) if dynamic else CHEAP
     q, k, v = qkv()
-    for x in (k, k[:, :, ::2], k[:, :1].expand(-1, 3, -1, -1)):
-        torch.library.opcheck(torch.ops.sage.stored, (x,), test_utils=utilities)
     visible = Visibility.of(torch.rand(2, 1, 65, 70) > 0.7, (None, 0, False), 70, 128).keys(k)
-    mean, amax = smooth([k, v], visible)
-    for xs, rows in (([k, v], visible), ([k], None), ([k, v], None), ([k], visible)):
-        if not dynamic or (len(xs) == 2) == (rows is visible):
-            torch.library.opcheck(smooth, (xs, rows), test_utils=utilities)
+    mean, amax = smooth(k, v, visible)
+    for other, rows in ((v, visible), (None, None), (v, None), (None, visible)):
+        if not dynamic or (other is v) == (rows is visible):
+            torch.library.opcheck(smooth, (k, other, rows), test_utils=utilities)
     for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
         for saturate in (along_n,) if dynamic else (False, True):
             args = x, m, a, along_n, saturate
@@ -308,6 +302,7 @@ BAD = {
     "empty": ((q, k[:, :, :0], v[:, :, :0]), {}, ValueError, "k must have 1 to 1073741568 rows, got N=0"),
     "mask's shape": ((q, k, v), {"attn_mask": torch.ones(65, 71).bool()}, ValueError, r"broadcast to \[2, 4, 65, 70\], got \[65, 71\]"),
     "mask's dimensions": ((q, k, v), {"attn_mask": torch.ones(70).bool()}, ValueError, "attn_mask must broadcast to"),
+    "mask's device": ((q, k, v), {"attn_mask": torch.ones(65, 70, device="meta")}, ValueError, "attn_mask must be on q's device cpu, got meta"),
     "mask's dtype": ((q, k, v), {"attn_mask": torch.ones(65, 70).int()}, TypeError, "attn_mask must be bool or .* got torch.int32"),
     "bound": ((q, k, v), {"left": -1}, ValueError, "left must be None or at least 0, got -1"),
     "prepared": ((q, k, v), {"prepared": [k] * 3}, ValueError, "prepared must be empty or 6 tensors, got 3"),
@@ -321,6 +316,37 @@ def test_bad_input_is_refused_with_what_must_hold_and_what_was_got(case):
     inputs, kwargs, error, message = BAD[case]
     with pytest.raises(error, match=f"sage::sdpa: .*{message}|{message}"):
         sdpa(*inputs, **kwargs)
+
+
+def without_memory(N_q=65, N_kv=70, D=64, **others) -> SdpaCall:
+    q, k = (torch.empty(1).expand(1, 2, N, D) for N in (N_q, N_kv))
+    return SdpaCall.of(q, k, k, 0.125, NAMED["sage1"].encode(), **others)
+
+
+TWO_ROWS = dict(kv_num_blocks=torch.ones(1, 1, 2).int(), kv_indices=torch.zeros(1, 1, 2, 1).int())
+ENDS = {  # of a number: what makes a call, what is taken, what is beyond that
+    "queries": (lambda n: without_memory(N_q=n), [1, MAX_ROWS], [0, MAX_ROWS + 1]),
+    "keys": (lambda n: without_memory(N_kv=n), [1, MAX_ROWS], [0, MAX_ROWS + 1]),
+    "head_dim": (lambda n: without_memory(D=n), [1, 256], [0, 257]),
+    "left": (lambda n: without_memory(band=(n, None, False)), [0], [-1]),
+    "right": (lambda n: without_memory(band=(None, n, False)), [0], [-1]),
+    "warpgroups": (lambda n: without_memory(warpgroups=n), [None, 0, 1, 2, 3], [-1, 4]),
+    "dimensions of a mask": (
+        lambda n: without_memory(attn_mask=torch.ones((1,) * n).bool()), [2, 3, 4], [0, 1, 5]),
+    "tensors of `prepare`": (lambda n: without_memory(prepared=[q] * n), [0, 3], [1, 2, 4]),
+    "queries of lists": (
+        lambda n: without_memory(n, block_q=64, block_kv=64, **TWO_ROWS), [1, 127, 128], [129]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_both_ends_of_what_is_taken_are_taken_and_nothing_beyond(what):
+    call_of, taken, beyond = ENDS[what]
+    for n in taken:
+        check(call_of(n))
+    for n in beyond:
+        with pytest.raises(ValueError, match="^sage::sdpa: .*got "):
+            check(call_of(n))
 
 
 def test_prepare_refuses_what_sdpa_refuses():
@@ -504,7 +530,7 @@ def test_sdpa_is_its_pieces(recipe):
     assert_close(lse, raw_lse + correction)
 
 
-def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
+def test_the_tile_of_a_recipe_reaches_the_op_of_kernels(monkeypatch):
     monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     with FakeTensorMode():
         inputs = [torch.empty(x.shape, device="cuda", dtype=torch.bfloat16) for x in (q, k, v)]
@@ -515,7 +541,7 @@ def test_the_tile_of_a_recipe_reaches_the_fastest_kernels_op(monkeypatch):
         def run(q, k, v):
             return compose(call._replace(q=q, k=k, v=v))
 
-        op = torch.ops.sage.attention_opaque.default
+        op = torch.ops.sage.attention.default
         (node,) = make_fx(run)(*inputs).graph.find_nodes(op="call_function", target=op)
         return AttentionCall(*node.args).warpgroups
 
@@ -539,49 +565,6 @@ def test_a_tile_changes_nothing_where_it_is_not():
     found = sdpa(q, k, v, warpgroups=3, **given)
     for out, other in zip(found, sdpa(q, k, v, recipe="sage2-8b-per-token")):
         assert torch.equal(out, other)
-
-
-@chosen(
-    lambda recipe, masked: masked or recipe in ("sage1", "sage2-8b-per-token", "sage3"),
-    recipe=RECIPES,
-    masked=[False, True],
-)
-def test_what_kernels_are_given_in_a_graph(recipe, masked, monkeypatch):
-    """Each argument that a kernel writes becomes an output there: of two that are one tensor the
-    later readers get the last, written or not. So no tensor is given twice that is written. And of
-    what is not stored yet each kernel would get a copy of its own: k and v are stored first.
-    Only a GPU would show either."""
-    device = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
-    before = triton.runtime.driver._active
-    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
-    # As with a Triton of which packages do not hold opaque ops: every kernel is in the graph.
-    monkeypatch.setattr(select, "travels", lambda: False)
-    graphs = []
-
-    def grab(graph, _):
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    def call(q, k, v, attn_mask):
-        return sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask, portable=True)
-
-    q, k, v = (x.to("meta", torch.bfloat16) for x in qkv())
-    attn_mask = torch.empty(2, 1, 65, 70, dtype=torch.bool, device="meta") if masked else None
-    try:
-        triton.runtime.driver.set_active(device)
-        aot_function(call, grab)(q, k, v, attn_mask)
-    finally:
-        triton.runtime.driver._active = before
-    calls = [n for n in graphs[0].graph.nodes if "tensors_to_clone" in n.kwargs]
-    assert len(calls) >= 3
-    for call in calls:
-        given, writes = call.kwargs["kwargs"], call.kwargs["tensors_to_clone"]
-        written = {given[name] for name in writes}
-        assert written and len(written) == len(writes)
-        assert {"X", "X0", "K", "Q"}.isdisjoint(writes)  # torch could tell which are written
-    _, k, v, *_ = graphs[0].graph.find_nodes(op="placeholder")
-    for x in (k, v):
-        assert {user.target for user in x.users} == {torch.ops.sage.stored.default}
 
 
 # -- masks ----
@@ -969,6 +952,11 @@ def test_block_lists_without_duplicates_are_flex_attentions_mask():
     [
         (dict(block_q=32), r"block_q and block_kv must be of \(64, .* got \(32, 128\)"),
         (dict(kv_indices=torch.zeros(1, 1, 1, 2).long()), "block lists must be int32, got .*int64"),
+        (dict(kv_num_blocks=torch.ones(1, 1, 1).long()), "block lists must be int32"),
+        (
+            dict(kv_indices=torch.zeros(1, 1, 1, 2, dtype=torch.int32, device="meta")),
+            "block lists must be on q's device cpu, got cpu, meta",
+        ),
         (dict(kv_num_blocks=torch.zeros(3, 1, 1).int()), "block lists must be .B or 1, H_q or 1"),
         (dict(kv_indices=torch.zeros(1, 1, 2, 2).int()), "block lists must be .B or 1, H_q or 1"),
         (

@@ -210,7 +210,7 @@ def test_what_a_training_step_launches(plan):
     """In this order: dK's and dV's kernel, which may begin before dQ's has ended, is right behind."""
     q, k, v, grad = inputs(2, 6, 2, 200, 333, 72)
     of_k, run = of_training.quantize(k), Recorded()
-    out, stats = plan.launch_forward(q, *of_k, *of_k, v, False, 0.1, True, run)
+    out, stats = plan.launch_forward(q, *of_k, *of_k, v, False, 0.1, True, run, q.device)
     assert stats.shape == (2, 2, 6, 200) and out.shape == q.shape
     assert [name for name, *_ in run] == ["_hopper_kernel"]
     _, kept = reference.forward(q, k, v, False, 0.1)
@@ -233,7 +233,7 @@ def test_what_a_training_step_launches(plan):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_the_forward_is_prepared_by(is_causal, plan):
     q, k, v, _ = inputs(2, 6, 2, 200, 200 if is_causal else 333, 72)
-    out, *kept = plan.launch(q, k, v, is_causal, 0.1, True, run := Recorded())
+    out, *kept = plan.launch(run := Recorded(), q.device, q, k, v, is_causal, 0.1, True)
     kept = Kept(*kept)
     names, _, given = zip(*run, strict=True)
     estimate = () if is_causal else ("_estimate_kernel",)
@@ -270,13 +270,12 @@ def test_what_is_launched_gives_tensors_as_the_fakes_do(is_causal, out_bnhd):
     pytest.importorskip("sage_inductor.ops.training.hopper.launches")
     lengths = 200, 200 if is_causal else 333
     q, k, v, grad = (x.to("meta") for x in inputs(2, 6, 2, *lengths, 72))
-    last = {"scale": 0.1, "out_bnhd": out_bnhd}
-
-    given = {"q": q, "k": k, "v": v, "is_causal": is_causal, **last}
-    found, expected = rowscaled.launched(given, Recorded(), noted.H200), ROWSCALED(*given.values())
-    given = dict(enumerate((grad, *expected, k.shape[2], *last.values())))
-    found += rowscaled.launched_backward(given, Recorded(), noted.H200)
-    for x, y in zip(found, expected + BACKWARD(*given.values()), strict=True):
+    last = 0.1, out_bnhd
+    given, gpu = (q, k, v, is_causal, *last), (Recorded(), noted.H200)
+    found, expected = rowscaled._launch(*gpu, *given), ROWSCALED(*given)
+    given = grad, *expected, k.shape[2], *last
+    found += rowscaled._launch_backward(*gpu, *given)
+    for x, y in zip(found, expected + BACKWARD(*given), strict=True):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
 
 
@@ -287,7 +286,7 @@ def test_what_a_causal_training_step_launches(plan, monkeypatch):
     assert kept.is_causal and kept.k_own_scale.shape == (2, 2, 256) == kept.v_scale.shape
     assert kept.k_scale.shape == (2, 2, 4) and kept.v_mean.shape == (2, 2, 0)
     of_k, run = (kept.k, kept.k_scale, kept.k_own, kept.k_own_scale), Recorded()
-    plan.launch_forward(q, *of_k, v, True, 0.1, True, run)
+    plan.launch_forward(q, *of_k, v, True, 0.1, True, run, q.device)
     plan.launch_backward(grad, q, kept, 0.1, *(torch.empty_like(x) for x in (q, k, v)), run)
     names, grids, (forward, rows, bounds, turn, dq, dkdv) = zip(*run, strict=True)
     assert names == (
@@ -354,14 +353,14 @@ def test_rows_of_v_that_tma_cannot_read_are_copied(plan):
     for D, copied in ((72, False), (74, True)):
         q, k, v, _ = inputs(1, 2, 2, 200, 333, D)
         of_k = of_training.quantize(k)
-        plan.launch_forward(q, *of_k, *of_k, v, False, 0.1, True, run := Recorded())
+        plan.launch_forward(q, *of_k, *of_k, v, False, 0.1, True, run := Recorded(), q.device)
         ((_, _, given),) = run
         assert given["V"].shape == [*v.shape]
         assert all(stride * 2 % 16 == 0 for stride in given["V"].strides[:3])
         assert (list(given["V"].strides[1:]) != list(v.stride()[1:])) == copied
     q, k, v, _ = inputs(1, 2, 2, 200, 333, 64)
     apart, of_k = v.mT.contiguous().mT, of_training.quantize(k)
-    plan.launch_forward(q, *of_k, *of_k, apart, False, 0.1, True, run := Recorded())
+    plan.launch_forward(q, *of_k, *of_k, apart, False, 0.1, True, run := Recorded(), q.device)
     ((_, _, given),) = run
     assert given["V"].strides[3] == 1 and given["V"].shape == [*apart.shape]
 
@@ -372,10 +371,9 @@ def test_another_gpu_is_refused(plan):
         noted.here((8, 9), 128),
         pytest.raises(ValueError, match="needs compute capability 9.0 .*got 8.9 and Triton"),
     ):
-        plan.launch_forward(q, *of_training.quantize(k) * 2, v, False, 0.1, True)
-    given = dict(q=q, k=k, v=v, is_causal=False, scale=0.1, out_bnhd=True)
+        plan.launch_forward(q, *of_training.quantize(k) * 2, v, False, 0.1, True, None, q.device)
     with pytest.raises(ValueError, match="got 8.9 and Triton"):
-        rowscaled.launched(given, Recorded(), gpus.Gpu((8, 9), 128))
+        rowscaled._launch(Recorded(), gpus.Gpu((8, 9), 128), q, k, v, False, 0.1, True)
 
 
 def test_too_many_rows_are_refused(plan, monkeypatch):
@@ -383,7 +381,7 @@ def test_too_many_rows_are_refused(plan, monkeypatch):
     q, k, v, grad = inputs(1, 2, 1, 200, 130, 64)
     _, kept = reference.forward(q, k, v, False, 0.1)
     with pytest.raises(ValueError, match="fewer than 512 rows in all heads.*got 512"):
-        plan.launch_backward(grad, q, kept, 0.1, q, k, v)
+        plan.launch_backward(grad, q, kept, 0.1, q, k, v, Recorded())
 
 
 @everywhere
@@ -457,7 +455,7 @@ def test_the_kernels_are_their_emulation(case, dtype, out_bnhd):
     assert relative_l2(out, exact_out) < 3e-3
     assert_close(kept.stats, stats, rtol=1e-4, atol=1e-3)
     operands = reference.prepare(grad, out, kept, scale)
-    support.same_operands(launch_prepare(grad, out, kept, scale), operands)
+    support.same_operands(launch_prepare(grad, out, kept, scale, launch.run), operands)
     found = BACKWARD(grad, out, *kept, k.shape[2], scale, out_bnhd)
     emulated = reference.backward(grad, out, kept, k.shape[2], scale)
     for x, y, its in zip(found, emulated, (q, k, v), strict=True):
@@ -528,7 +526,7 @@ def test_nothing_is_written_beside_the_gradients(bnhd):
         wholes.append(q.new_full(shape, float("nan")))
         whole = wholes[-1].transpose(1, 2) if bnhd else wholes[-1]
         parts.append(whole[:, :H, :N, :D])
-    plan.launch_backward(grad, out, Kept(*kept), 0.1, *parts)
+    plan.launch_backward(grad, out, Kept(*kept), 0.1, *parts, launch.run)
     expected = BACKWARD(grad, out, *kept, 333, 0.1, False)
     for part, whole, x in zip(parts, wholes, expected, strict=True):
         assert torch.equal(part, x)

@@ -220,7 +220,9 @@ def from_blocks(partial, full=None, mask_mod=causal):
                 counts = torch.tensor([[[len(row) for row in rows]]], dtype=torch.int32)
                 index = torch.tensor([[[(row + [0, 0])[:2] for row in rows]]], dtype=torch.int32)
                 lists += [counts, index]
-        blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=mask_mod)
+        blocks = BlockMask.from_kv_blocks(
+            *lists, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
+        )
         return flex_attention(q, k, v, block_mask=blocks)
 
     return function
@@ -268,6 +270,9 @@ def test_a_captured_tensor_is_refused():
         ([[0], [1]], None, False),  # a block is missing
         ([[0], [0]], [[], [1]], False),  # a block on the diagonal is called full
         ([[0], [0, 1]], [[], [0]], False),  # a block is seen twice
+        ([[0], [0, 1], [1]], None, True),  # a row more than there are queries
+        ([[0, 1]], None, False),  # a row less
+        ([[0], [0, 1]], [[], [2]], False),  # a block beyond the keys
     ],
 )
 def test_listed_blocks_are_data_unless_they_are_those_of_the_band(partial, full, valid):
@@ -456,5 +461,15 @@ def test_block_lists_that_the_op_does_not_take_are_refused_with_a_reason():
     lists = support.block_lists(1, 1, 256, 256, 64, 64, 0.5, unread=0)
     long = lists._replace(kv_indices=lists.kv_indices.long())
     assert reason(long).startswith("block lists must be int32, got ['int32', 'int64'")
+    few = support.block_lists(1, 1, 128, 256, 64, 64, 0.5, unread=0)
+    assert reason(few).startswith(
+        "block lists must be for all queries, got (1, 1, 2), q (1, 2, 256,"
+    )
+    unlike = lists._replace(
+        full_kv_num_blocks=few.full_kv_num_blocks, full_kv_indices=few.full_kv_indices
+    )
+    assert reason(unlike).startswith(
+        "block lists must have q's batch and heads, or 1, got (1, 1, 4)"
+    )
     assert "no kernel for block lists with qk=" in reason(lists, recipe="sage3")
     assert "of 64 queries where 128 share a scale" in reason(lists, recipe="sage1")

@@ -8,6 +8,7 @@ in float64 (1e-5 in float32). Update the golden graphs with EXPECTTEST_ACCEPT=1.
 import copy
 import functools
 import inspect
+import operator
 import re
 
 import pytest
@@ -300,10 +301,15 @@ def test_a_mask_that_is_another_sum_than_merge_masks(sum_of):
         torch.testing.assert_close(out, layer(x, None, sum_of(PADDED.float())))
 
 
-def test_a_float_mask_written_after_it_was_bool_stays_float():
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_float_mask_written_before_or_after_it_was_bool_stays_float(when):
     def forward(module, x, hidden):
-        mask = torch.zeros_like(hidden, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
-        mask[0] = 2 * x[0, 0, 0]
+        mask = torch.zeros_like(hidden, dtype=x.dtype)
+        if when == "before":
+            mask[:, 0] = 2 * x[0, 0, 0]
+        mask = mask.masked_fill_(hidden, -torch.inf)
+        if when == "after":
+            mask[0] = 2 * x[0, 0, 0]
         return module(x, x, x, attn_mask=mask)
 
     class Written(nn.MultiheadAttention):
@@ -383,6 +389,14 @@ def static_keys(module, x):
     )[0]  # fmt: skip
 
 
+def static_values(module, x):
+    return F.multi_head_attention_forward(
+        x, x, x, E, H, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
+        module.out_proj.weight, module.out_proj.bias, static_v=torch.zeros(B * H, L, E // H),
+        need_weights=False,
+    )[0]  # fmt: skip
+
+
 def per_sample(module, x):
     return torch.func.vmap(lambda x: module(x, x, x)[0])(x[None])
 
@@ -396,6 +410,7 @@ REFUSED = {
     used_weights: "the attention weights are used",
     only_weights: "the output is not used",
     static_keys: "static_k and static_v are not supported",
+    static_values: "static_k and static_v are not supported",
     per_sample: "inside a torch.func transform",
 }
 
@@ -408,7 +423,7 @@ def test_what_is_refused_stays_as_it_was_and_says_why(function):
     torch.testing.assert_close(out, function(module, x))
 
 
-def test_a_tuple_that_is_passed_on_is_refused():
+def graph_of_mha(heads_given: bool) -> torch.fx.Node:
     graph = torch.fx.Graph()
     with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
         module = nn.MultiheadAttention(E, H)
@@ -418,15 +433,35 @@ def test_a_tuple_that_is_passed_on_is_refused():
         node.meta["example_value"] = (
             mode.from_tensor(value) if type(value) is nn.Parameter else value
         )
+    heads = graph.placeholder("heads")
+    heads.meta["example_value"] = H
     mha = graph.call_function(
         F.multi_head_attention_forward,
-        (x, x, x, E, H, w, None, None, None, False, 0.0, w_out, None),
+        (x, x, x, E, heads if heads_given else H, w, None, None, None, False, 0.0, w_out, None),
     )
     mha.meta["example_value"] = (values[0], None)
-    graph.output(mha)
-    before = str(graph)
-    call = find(mha, GraphIndex(graph))
-    assert str(call.refused) == "the output is not used, or as one with the attention weights"
+    return mha
+
+
+@pytest.mark.parametrize(
+    "reads_out, heads_given, reason",
+    [(False, False, "the output is not used, or as one with the attention weights"),
+     (True, False, "(out, weights) is used as a tuple, by output"),
+     (True, True, "num_heads must be known when compiling, got heads")],
+)  # fmt: skip
+def test_a_tuple_that_is_passed_on_and_heads_that_are_given_are_refused(
+    reads_out, heads_given, reason
+):
+    mha = graph_of_mha(heads_given)
+    graph, values = mha.graph, mha.meta["example_value"]
+    out = mha
+    if reads_out:
+        out = graph.call_function(operator.getitem, (mha, 0))
+        out.meta["example_value"] = values[0]
+    graph.output((out, mha))
+    before, index = str(graph), GraphIndex(graph)
+    assert str(find(out, index).refused) == reason
+    index.undo()
     assert str(graph) == before
 
 

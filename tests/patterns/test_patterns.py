@@ -113,7 +113,7 @@ sdpa_default_1 = sage.sdpa(add(l_q_, 1), l_k_, l_v_, None, [prepare_default[0], 
             {name: opened(name) for name in ("sage2-8b", "sage2-8b-per-token", "sage1")},
             expected="""\
 # sage2-8b
-smooth = sage.smooth([k_1, v_1], None)
+smooth = sage.smooth(k_1, v_1, None)
 select = select(smooth[0], 0, 0)
 select_1 = select(smooth[0], 0, 1)
 quantize_k = sage.quantize_k(k_1, select, int8/per_thread,fp8@VERSION, None)
@@ -123,7 +123,7 @@ attention = sage.attention(q_1, quantize_k[0], quantize_k[1], quantize_v[0], 0.1
 quantize_kv = sage.quantize_kv(k_1, v_1, None, int8/per_token,fp8@VERSION)
 attention = sage.attention(q_1, quantize_kv[0], quantize_kv[1], quantize_kv[3], 0.125, 32, int8/per_token,fp8@VERSION, True, None, None, None, None, False, quantize_kv[4], quantize_kv[5])
 # sage1
-smooth = sage.smooth([k_1], None)
+smooth = sage.smooth(k_1, None, None)
 select = select(smooth[0], 0, 0)
 quantize_k = sage.quantize_k(k_1, select, int8/per_block,16bit@VERSION, None)
 attention = sage.attention(q_1, quantize_k[0], quantize_k[1], v_1, 0.125, 32, int8/per_block,16bit@VERSION, True)""",
@@ -180,6 +180,21 @@ def test_what_is_not_supported_stays_sdpa_and_says_why(case):
     targets = [node.target for node in gm.graph.nodes]
     assert F.scaled_dot_product_attention in targets
     assert torch.ops.sage.sdpa.default not in targets
+
+
+def test_a_call_without_shapes_stays_as_it_was():
+    """Of a graph that nobody has traced."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    call = graph.call_function(F.scaled_dot_product_attention, (x, x, x))
+    both = graph.call_function(
+        F.multi_head_attention_forward, (x, x, x, 16, 4, x, None, None, None, False, 0.0, x, None)
+    )
+    graph.output((call, graph.call_function(operator.getitem, (both, 0))))
+    before = str(graph)
+    sites = rewrite(torch.fx.GraphModule({}, graph), EMULATE)
+    assert [site.reason for site in sites] == ["the graph carries no shapes for this call"] * 2
+    assert str(graph) == before
 
 
 def test_named_recipes_reach_the_op():

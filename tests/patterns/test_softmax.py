@@ -478,29 +478,30 @@ def test_the_output_may_have_its_dimensions_in_any_order():
 # -- grouped heads ----
 
 
-REPEATED = {  # of 2 heads 6, and how many of q's share one then
-    "interleaved": (lambda x: x.repeat_interleave(3, dim=1), 3),
-    "unsqueezed": (lambda x: x.unsqueeze(2).expand(-1, -1, 3, -1, -1).flatten(1, 2), 3),
-    "indexed": (lambda x: x[:, :, None, :, :].expand(2, 2, 3, 8, 16).reshape(2, 6, 8, 16).contiguous(), 3),
-    "tiled": (lambda x: x.repeat(1, 3, 1, 1), 1),
-    "tiled by expansion": (lambda x: x.unsqueeze(1).expand(2, 3, 2, 8, 16).reshape(2, 6, 8, 16), 1),
-    "along the sequence": (lambda x: x[:, :, :, None].expand(2, 2, 8, 3, 16).reshape(2, 6, 8, 16), 1),
-    "interleaved along the sequence": (lambda x: x.repeat(1, 3, 1, 1).repeat_interleave(2, dim=2), 1),
-    "picked by an index": (lambda x: x[:, [1, 0], None].expand(2, 2, 3, 8, 16).reshape(2, 6, 8, 16), 1),
+REPEATED = {  # of 2 heads 2 * G, and whether G of q's in a row share one then
+    "interleaved": (lambda x, G: x.repeat_interleave(G, dim=1), True),
+    "unsqueezed": (lambda x, G: x.unsqueeze(2).expand(-1, -1, G, -1, -1).flatten(1, 2), True),
+    "indexed": (lambda x, G: x[:, :, None, :, :].expand(2, 2, G, 8, 16).reshape(2, 2 * G, 8, 16).contiguous(), True),
+    "tiled": (lambda x, G: x.repeat(1, G, 1, 1), False),
+    "tiled by expansion": (lambda x, G: x.unsqueeze(1).expand(2, G, 2, 8, 16).reshape(2, 2 * G, 8, 16), False),
+    "along the sequence": (lambda x, G: x[:, :, :, None].expand(2, 2, 8, G, 16).reshape(2, 2 * G, 8, 16), False),
+    "interleaved along the sequence": (lambda x, G: x.repeat(1, G, 1, 1).repeat_interleave(2, dim=2), False),
+    "picked by an index": (lambda x, G: x[:, [1, 0], None].expand(2, 2, G, 8, 16).reshape(2, 2 * G, 8, 16), False),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("G", [2, 3])  # as many as heads of k, where [B, H, G] is as [B, G, H]
 @pytest.mark.parametrize("how", REPEATED)
-def test_only_heads_repeated_in_a_row_are_grouped(how):
-    repeat, group = REPEATED[how]
+def test_only_heads_repeated_in_a_row_are_grouped(how, G):
+    repeat, groups = REPEATED[how]
 
     def attention(q, k, v):
-        return (q @ repeat(k).mT).softmax(-1) @ repeat(v)
+        return (q @ repeat(k, G).mT).softmax(-1) @ repeat(v, G)
 
-    q, k, v = random_qkv(H=6, H_kv=2)
+    q, k, v = random_qkv(H=2 * G, H_kv=2)
     _, (call,), _, actual = capture(attention, q, k, v)
-    assert call.enable_gqa == (group > 1)
-    assert value_of(call.k).shape[1] == value_of(call.v).shape[1] == 6 // group
+    assert call.enable_gqa == groups
+    assert value_of(call.k).shape[1] == value_of(call.v).shape[1] == (2 if groups else 2 * G)
     torch.testing.assert_close(actual, attention(q, k, v))
 
 
@@ -766,9 +767,13 @@ REFUSED = {
     "a function of autograd between": (function_between, "`autograd_function_apply` may write to what"),
     "a checkpoint between": (checkpoint_between, "may write to what it is given, and is between"),
     "dropout": (scored(after=lambda p: F.dropout(p, 0.1)), "dropout is active"),
+    "dropout of the default rate": (scored(after=lambda p: F.dropout(p)), "dropout is active"),
+    "dropout in place": (scored(after=lambda p: F.dropout(p, inplace=True)), "dropout is active"),
     "softmax over another dimension": (scored(dim=2), "softmax is over dimension 2 of 4"),
     "sum over the queries": (
         lambda q, k, v: torch.einsum("bhqk,bhqd->bhkd", (q @ k.mT).softmax(-1), v), r"the weights are not \[..., N_q, N_k\] in both"),
+    "heads are summed": (
+        lambda q, k, v: torch.einsum("bhij,bhjd->bid", (q @ k.mT).softmax(-1), v), r"a product is not \[\*batch, N, D\]"),
     "mask before the scale": (
         lambda q, k, v: ((q @ k.mT + BIAS) * 0.25).softmax(-1) @ v, "a mask is applied before the scale"),
     "negative scale of a mask": (
@@ -965,6 +970,14 @@ UNREAD = {
     "one head by mm": (
         lambda q, k, v: torch.mm(torch.mm(q[0, 0], k[0, 0].t()).softmax(-1), v[0, 0]),
         "q, k and v must have 3 or 4 dimensions"),
+    "one head by tensordot": (
+        lambda q, k, v: torch.tensordot(
+            torch.tensordot(q[0, 0], k[0, 0], dims=([-1], [1])).softmax(-1), v[0, 0], 1),
+        "q, k and v must have 3 or 4 dimensions"),
+    "rolled scores by tensordot": (
+        lambda q, k, v: torch.tensordot(
+            torch.tensordot(q[0, 0], k[0, 0].T, 1).roll(1, -1).softmax(-1), v[0, 0], 1),
+        "read: `roll` between"),
     "two": (scored(lambda s: s.roll(1, -1), lambda p: p.flip(-1)), "`roll`, `flip`"),
 }  # fmt: skip
 

@@ -36,7 +36,6 @@ class Node:
     CATEGORY = "model/patch"
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "patch"
-    EXPERIMENTAL = True  # no GPU has run it inside ComfyUI
     SEARCH_ALIASES = ["sage attention", "sageattention", "int8 attention", "fp8 attention"]
 
     @classmethod

@@ -15,7 +15,7 @@ from sage_inductor.ops.attention.select import hopper_tile
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.launch import HAS_PDL, doubled, launch_cached, pdl_option
+from sage_inductor.ops.launch import HAS_PDL, doubled, pdl_option
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
@@ -33,10 +33,10 @@ MAX_ROWS = 2**29  # of q, and of k, in all heads: TMA counts them in 32 bits
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, out_bnhd: bool,
-    run: Callable = launch_cached, device: gpus.Gpu | None = None,
+    run: Callable, device: torch.device | gpus.Gpu, q: Tensor, k: Tensor, v: Tensor,
+    is_causal: bool, scale: float, out_bnhd: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """``sage::rowscaled``. device: q's, if that is on meta."""
+    """``sage::rowscaled``. device: q's, or if that is on meta, what it is for."""
     B, H_kv = k.shape[:2]
     if is_causal:
         k_mean, v_mean = None, k.new_empty((B, H_kv, 0), dtype=torch.float32)
@@ -53,12 +53,11 @@ def launch(
 
 def launch_forward(
     q: Tensor, k: Tensor, k_scale: Tensor, k_own: Tensor, k_own_scale: Tensor, v: Tensor,
-    is_causal: bool, scale: float, out_bnhd: bool, run: Callable = launch_cached,
-    device: gpus.Gpu | None = None,
+    is_causal: bool, scale: float, out_bnhd: bool, run: Callable, device: torch.device | gpus.Gpu,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, H_q, N_q, D] and v [B, H_kv, N_kv, D] in 16 bits, any strides, and k's codes and scales
-    (Kept's) -> out [B, H_q, N_q, D] and Kept.stats. device: q's, if that is on meta: then nothing
-    can be copied, and NotImplementedError is raised where q or v must be."""
+    (Kept's) -> out [B, H_q, N_q, D] and Kept.stats. On a Gpu, which need not be here, nothing can
+    be copied: NotImplementedError is raised where q or v must be."""
     prepared, n_kv = Prepared(k, k_scale[..., None], None), v.shape[2]
     visibility = Visibility(right=0 if is_causal else None)
 
@@ -69,13 +68,13 @@ def launch_forward(
 
     a = call(q, v)
     if plan.why_not(a):  # q's channels are apart, or v's rows are none that TMA reads
-        if device is not None:
+        if isinstance(device, gpus.Gpu):
             raise NotImplementedError("q or v is copied")
         v_padded = F.pad(v, (0, -v.shape[3] % 8)).contiguous()  # of no padding v's strides
         a = call(q.contiguous(), v_padded[..., : v.shape[3]])
     tile = hopper_tile(a, device)
     if tile is None:
-        major, minor = gpus.capability(device or q.device)
+        major, minor = gpus.capability(device)
         raise ValueError(
             "sage::rowscaled: on a GPU it needs compute capability 9.0 and a Triton that the "
             f"Hopper kernel is tested with, got {major}.{minor} and Triton {triton.__version__}"
@@ -86,7 +85,7 @@ def launch_forward(
 
 def launch_backward(
     grad: Tensor, out: Tensor, kept: Kept, scale: float, dq: Tensor, dk: Tensor, dv: Tensor,
-    run: Callable = launch_cached,
+    run: Callable,
 ) -> None:  # fmt: skip
     """grad, of out, and out [B, H_q, N_q, D], any strides -> dq as out, dk and dv [B, H_kv, N_kv,
     D], channels side by side."""

@@ -50,7 +50,7 @@ from torch import Tensor
 from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, OF_HALF, TINY, rotation_scale
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
-from sage_inductor.ops.launch import doubled, launch_cached
+from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import odd_of_rotation
@@ -363,9 +363,7 @@ def _turn_kernel(
             tl.store(Vectors + 2 * plane + here, tl.load(Delta + here) / beta)
 
 
-def launch_prepare(
-    grad: Tensor, out: Tensor, kept: Kept, scale: float, run: Callable = launch_cached
-) -> Operands:
+def launch_prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float, run: Callable) -> Operands:
     """grad, of out, and out [B, H_q, N_q, D] in 16 bits, any strides. scale: of the softmax, more
     than 0."""
     (B, H_q, N_q, D), (H_kv, N_pad, BLOCK_D), M_pad = out.shape, kept.k.shape[1:], kept.q.shape[2]
