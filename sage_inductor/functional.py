@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import patterns, settings, stages
+from sage_inductor import patterns, stages
 from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import decide
-from sage_inductor.config import config, settings_in_force
 from sage_inductor.names import AUTO, RecipeOption, check_recipe, unknown
 from sage_inductor.ops import compat
+from sage_inductor.options import config, resolve, settings_in_force
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.graph import as_float, as_int
@@ -269,7 +269,7 @@ def _run_of(tensors: tuple, options: tuple, key: tuple | None, module: str = "")
     traced = exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED
     portable = exporting or traced and compat.virtualized.aot_compilation is True
     stage = None if traced and not portable else stages.current()
-    wanted = settings.resolve({}, portable=portable, stage=stage)
+    wanted = resolve({}, portable=portable, stage=stage)
     stages.warn_if_misspelled(stage, stages_of(wanted.policy))
     reason = next(filter(None, map(_why_not, tensors)), None)
     grad, fake_mode = torch.is_grad_enabled(), compat.detect_fake_mode(tensors) if traced else None

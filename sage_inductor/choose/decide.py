@@ -32,6 +32,7 @@ from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
+from sage_inductor.options import Settings
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.call_shape import CallShape, hint
@@ -46,7 +47,6 @@ from sage_inductor.patterns.module_path import module_path
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
-from sage_inductor.settings import Settings
 
 # Queries and keys from which block lists beat compiled flex_attention. The preparation of k and v
 # weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:

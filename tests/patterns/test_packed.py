@@ -9,7 +9,7 @@ from torch.nn.attention.varlen import varlen_attn
 import sage_inductor
 from sage_inductor import config, patterns
 from sage_inductor.choose.decide import decide
-from sage_inductor.settings import Settings
+from sage_inductor.options import Settings
 
 LIBRARIES = []  # which unregister an op when they are collected
 SCHEMAS = """
