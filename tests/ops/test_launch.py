@@ -622,8 +622,12 @@ def test_what_travels_is_compiled_by_a_triton_that_was_seen(monkeypatch, version
 def test_no_op_of_kernels_fixes_a_batch_or_a_length():
     """A size that is a symbol stays one: a package of batch 2 gave 2 rows for a batch of 1."""
     ops, recipe = torch.ops.sage, NAMED["sage2-8b"].encode()
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        x = with_symbols(mode, torch.empty(2, 300, 8, 64), (0, 1)).transpose(1, 2)
+    dynamic, static = DimDynamic.DYNAMIC, DimDynamic.STATIC
+    context = StatelessSymbolicContext([dynamic, dynamic, static, static])
+    mode, example = FakeTensorMode(shape_env=ShapeEnv()), torch.empty(2, 300, 8, 64, device="meta")
+    sizes = mode.from_tensor(example, symbolic_context=context, source=ConstantSource("x")).shape
+    with mode:
+        x = torch.empty(sizes, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         B, H, N, D = x.shape
         mean, lse = (x.new_empty(s, dtype=torch.float32) for s in ((B, H, D), (B, H, N)))
         codes = ops.quantize_k(x, mean, recipe, None)
@@ -636,12 +640,3 @@ def test_no_op_of_kernels_fixes_a_batch_or_a_length():
         codes += tuple(ops.unsmoothed_lse(lse, x, mean, 0.1))
     assert not mode.shape_env.replacements
     assert all(isinstance(each.shape[0] * each.shape[1], torch.SymInt) for each in codes)
-
-
-def with_symbols(mode, x, dims):
-    """A fake x on CUDA, the sizes of whose `dims` are symbols."""
-    context = StatelessSymbolicContext(
-        [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(x.dim())]
-    )
-    found = mode.from_tensor(x.to("meta"), symbolic_context=context, source=ConstantSource("x"))
-    return torch.empty(found.shape, dtype=torch.bfloat16, device="cuda")
