@@ -39,9 +39,10 @@ from sage_inductor.names import some_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
-from sage_inductor.patterns.call import UNNAMED, Call
+from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.eligible import is_causal
 from sage_inductor.patterns.graph import graph_modules, value_of
+from sage_inductor.patterns.module_path import UNNAMED
 from sage_inductor.patterns.replace import stand_in
 from sage_inductor.report import not_measured, number_of, path_of, sizes, table, table_of_errors
 from sage_inductor.settings import Settings
