@@ -41,9 +41,10 @@ from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
 from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
-from sage_inductor.patterns.call import UNNAMED, Call
+from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.eligible import is_causal
 from sage_inductor.patterns.graph import value_of
+from sage_inductor.patterns.module_path import UNNAMED
 from sage_inductor.patterns.replace import stand_in
 
 # Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
