@@ -640,3 +640,9 @@ def test_no_op_of_kernels_fixes_a_batch_or_a_length():
         codes += tuple(ops.unsmoothed_lse(lse, x, mean, 0.1))
     assert not mode.shape_env.replacements
     assert all(isinstance(each.shape[0] * each.shape[1], torch.SymInt) for each in codes)
+
+
+def test_a_note_is_the_first_line_of_its_error_or_the_errors_name():
+    for error, said in ((AssertionError(), "AssertionError"), (ValueError("one\ntwo"), "one")):
+        assert notes.lost("it is slow", error).endswith(f"it is slow: {said}")
+        assert notes.NOTES["it is slow"].endswith(f": {said}")
