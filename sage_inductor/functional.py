@@ -87,6 +87,9 @@ def attention(
     """
     if foreign:
         raise TypeError(_unexpected(foreign))
+    if torch.compiler.is_dynamo_compiling():  # this function itself: else it is one call of a graph
+        given = {"scale": scale, "enable_gqa": enable_gqa, "recipe": recipe, "dropout_p": dropout_p}
+        return _in_graph(q, k, v, attn_mask, is_causal, **given, return_lse=return_lse)
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     options = is_causal, scale, enable_gqa, recipe, return_lse
     key = _key(tensors, options) if dropout_p == 0.0 and type(is_causal) is bool else None
@@ -193,8 +196,16 @@ def _refused(what: str, kind: type = ValueError) -> Exception:
 _SIGNATURE = inspect.signature(attention)
 _SIGNATURE = _SIGNATURE.replace(parameters=list(_SIGNATURE.parameters.values())[:-1])
 attention.__signature__ = _SIGNATURE  # without `foreign`
-torch.compiler.allow_in_graph(attention)
-ENTRIES.add(attention)
+
+
+def _in_graph(*args, **kwargs):
+    return attention(*args, **kwargs)
+
+
+_in_graph.__signature__ = _SIGNATURE
+for _entry in (attention, _in_graph):
+    torch.compiler.allow_in_graph(_entry)
+    ENTRIES.add(_entry)
 
 
 _TRACED = (compat.FakeTensor, compat.FunctionalTensor)
