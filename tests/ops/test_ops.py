@@ -952,7 +952,7 @@ def test_block_lists_without_duplicates_are_flex_attentions_mask():
     [
         (dict(block_q=32), r"block_q and block_kv must be of \(64, .* got \(32, 128\)"),
         (dict(kv_indices=torch.zeros(1, 1, 1, 2).long()), "block lists must be int32, got .*int64"),
-        (dict(kv_num_blocks=torch.ones(1, 1, 1).long()), "block lists must be int32"),
+        (dict(kv_num_blocks=torch.ones(1, 1, 1).long()), "must be int32, got .*int64 and .*int32"),
         (
             dict(kv_indices=torch.zeros(1, 1, 1, 2, dtype=torch.int32, device="meta")),
             "block lists must be on q's device cpu, got cpu, meta",
