@@ -230,12 +230,12 @@ def _key(tensors: tuple, options: tuple, module: str = "") -> tuple | None:
     q, k, v = tensors[:3]
     try:
         key = (
-            q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+            q.shape, q.stride(), q.dtype, q.device, q.layout, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.layout, k.requires_grad,
+            v.shape, v.stride(), v.dtype, v.device, v.layout, v.requires_grad,
         )  # fmt: skip
         for x in tensors[3:]:
-            key += x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+            key += x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad
     except RuntimeError:  # a layout without strides
         return None
     autocast = compat.is_any_autocast_enabled() and _autocast(tensors[0].device.type)
@@ -261,7 +261,7 @@ def _kind(key: tuple, tensors: tuple) -> tuple:
     kind = [*key]
     for i, size in enumerate(sizes):
         is_mask = i == 3
-        kind[5 * i : 5 * i + 2] = (size[:-2], is_mask or size[-1])
+        kind[6 * i : 6 * i + 2] = (size[:-2], is_mask or size[-1])
     return tuple(kind)
 
 

@@ -325,6 +325,7 @@ def test_the_key_of_a_kept_decision_holds_all_that_decides(monkeypatch):
         lambda: kept(q, k, v, mask[..., 1:]),  # refused
         lambda: kept(q, k, v, mask[:, :, 1:]),  # refused
         lambda: kept(q.clone().requires_grad_(), k, v),
+        lambda: kept(q.to_sparse(), k, v),
         lambda: kept(q, k, v, **few),
         *(lambda i=i, x=x: kept(q, k, v, given=(*few["given"][:i], x, *few["given"][i + 1 :]))
           for i, x in enumerate((True, 0.5, True, "sage1", True)) if i),
