@@ -273,11 +273,17 @@ def entry_of(name: str) -> list[str]:
     shown = f"```text\n{constructor(entry)}\n```\n\n" if is_dataclass(entry) else ""
     methods = [
         f"* `{key}{'()' * (not isinstance(member, property))}`: {described(member)}"
-        for key, member in vars(entry).items()
+        for each in ours(entry)
+        for key, member in vars(each).items()
         if not key.startswith("_") and isinstance(member, METHODS) and described(member)
     ]
     parts = [f"### {name}\n\n{shown}{described(entry)}\n"]
     return parts + (["\n".join(methods) + "\n"] if methods else [])
+
+
+def ours(entry: type) -> list[type]:
+    """It, and the classes of ours that it is made from."""
+    return [each for each in entry.__mro__ if each.__module__.startswith("sage_inductor")]
 
 
 def signature(function) -> str:
@@ -291,8 +297,12 @@ def signature(function) -> str:
 
 def constructor(entry: type) -> str:
     """A dataclass with its fields."""
-    fields = ast.parse(textwrap.dedent(inspect.getsource(entry))).body[0].body
-    given = [ast.unparse(x) for x in fields if isinstance(x, ast.AnnAssign)]
+    given = {}
+    for each in reversed(ours(entry)):
+        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0].body
+        given |= {x.target.id: ast.unparse(x) for x in body if isinstance(x, ast.AnnAssign)}
+    given = [text for name, text in given.items() if name in entry.__dataclass_fields__]
+    given = [text for text in given if "ClassVar" not in text]
     text = f"{entry.__name__}({', '.join(given)})"
     return textwrap.fill(text, 120, subsequent_indent=" " * (len(entry.__name__) + 1))
 

@@ -46,7 +46,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bench import harness
 from bench.measure import Provider, Runner, interleave
-from sage_inductor import config, settings
+from sage_inductor import config, options
 from sage_inductor.backend import op_by_op
 from sage_inductor.choose import tables, timing
 from sage_inductor.choose.candidates import Candidate, recipes_of
@@ -246,7 +246,7 @@ def captured(call: Call, device: torch.device) -> torch.fx.GraphModule:
 
 def decided(graph: torch.fx.GraphModule, training: str = AUTO, **overrides) -> Site:
     # Where tensors are real: what nobody has measured yet may be measured now (--data).
-    (site,) = rewrite(graph, settings.resolve({"training": training}, **overrides))
+    (site,) = rewrite(graph, options.resolve({"training": training}, **overrides))
     return site
 
 

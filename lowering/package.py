@@ -23,7 +23,7 @@ from sage_inductor.ops.compat import (
     OpOverload,
     TensorBox,
     add_layout_constraint,
-    constrain_to_fx_strides,
+    constrain_to_fake_tensors,
     handles_of,
     register_lowering,
     virtualized,
@@ -47,11 +47,13 @@ def register(op: OpOverload) -> None:
 def _stored(node: torch.fx.Node, *args, **kwargs) -> tuple:
     """What a call reads is stored, once: of what is not stored yet, say a RoPE's k, each op would
     get a copy of its own, from one kernel that writes the same numbers two or three times. The
-    strides are those of the graph, as for an op without a lowering."""
+    strides are those of the graph: Inductor pads those of what it stores itself, and kernels take
+    q_mean, delta and lists for contiguous."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, TensorBox):
             x.realize()
-    return constrain_to_fx_strides(node, *args, **kwargs)
+    fakes = torch.fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    return constrain_to_fake_tensors(args, kwargs, *fakes)
 
 
 class Launched(FallbackKernel):

@@ -141,6 +141,9 @@ sharding_schemas = _take(
     seen="torch 2.13", optional=True,
     without="a call on DTensors gets the sharding of one before with another is_causal or out_bnhd")
 
+is_any_autocast_enabled = _take("torch:_C._is_any_autocast_enabled",
+    without="each eager call asks for the autocast of its device")
+
 # -- torch: graphs ----
 
 statically_known_true = _take("torch.fx.experimental.symbolic_shapes:statically_known_true",
@@ -178,7 +181,7 @@ register_lowering = _take("torch._inductor.lowering:register_lowering",
     without="as add_layout_constraint")
 add_layout_constraint = _take("torch._inductor.lowering:add_layout_constraint",
     without="packages cannot hold kernels, and Inductor writes a RoPE's k twice")
-constrain_to_fx_strides = _take("torch._inductor.lowering:constrain_to_fx_strides",
+constrain_to_fake_tensors = _take("torch._inductor.lowering:constrain_to_fake_tensors",
     without="as add_layout_constraint")
 FallbackKernel = _take("torch._inductor.ir:FallbackKernel", without="as add_layout_constraint")
 TensorBox = _take("torch._inductor.ir:TensorBox", without="as add_layout_constraint")

@@ -7,8 +7,9 @@ back   this rank's rows of all ranks' heads
 Shapes: gather.py's. Each takes and returns several tensors, [B, H, N_r, D] with a D of their own.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,24 +24,19 @@ ALIGN = 256  # bytes, of each array in a rank's memory
 ONE_KERNEL = 2**25
 
 
+def _each(move: Callable[..., Tensor]):
+    """`move`, of each of several tensors."""
+    return functools.wraps(move)(lambda self, xs: [move(self, x) for x in xs])
+
+
 class Collectives(NamedTuple):
     group: object
     lengths: tuple[int, ...]  # rows of each rank
 
-    def rows(self, xs: Sequence[Tensor]) -> list[Tensor]:
+    @_each
+    def rows(self, x: Tensor) -> Tensor:
         """[B, H, N, D], stored as [N, B, H, D]: what a projection stored as [N_r, H, D] is not
         copied before it is sent, and equal lengths not after."""
-        return [self._rows(x) for x in xs]
-
-    def heads(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """[B, H / P, N, D], stored as [N, B, H / P, D]."""
-        return [self._heads(x) for x in xs]
-
-    def back(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """[B, H, N_r, D], stored as [B, N_r, H, D], of [B, H / P, N, D]."""
-        return [self._back(x) for x in xs]
-
-    def _rows(self, x: Tensor) -> Tensor:
         longest, rows = max(self.lengths), x.permute(2, 0, 1, 3)
         if len(rows) < longest:
             rows = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
@@ -53,14 +49,18 @@ class Collectives(NamedTuple):
             rows = torch.cat([each[:n] for each, n in zip(everyones, self.lengths, strict=True)])
         return rows.permute(1, 2, 0, 3)
 
-    def _heads(self, x: Tensor) -> Tensor:
+    @_each
+    def heads(self, x: Tensor) -> Tensor:
+        """[B, H / P, N, D], stored as [N, B, H / P, D]."""
         P, wide = len(self.lengths), _wide(x)
         sent = wide.unflatten(1, (P, -1)).permute(1, 3, 0, 2, 4).contiguous()  # [P, N_r, B, H/P, D]
         row = sent[0, 0].shape
         received = _all_to_all(sent, [len(sent[0])] * P, self.lengths, self.group)
         return received.view(-1, *row).permute(1, 2, 0, 3).view(x.dtype)
 
-    def _back(self, x: Tensor) -> Tensor:
+    @_each
+    def back(self, x: Tensor) -> Tensor:
+        """[B, H, N_r, D], stored as [B, N_r, H, D], of [B, H / P, N, D]."""
         P, N_r = len(self.lengths), self.lengths[self.group.rank()]
         sent = _wide(x).permute(2, 0, 1, 3).contiguous()
         received = _all_to_all(sent, self.lengths, [N_r] * P, self.group)
@@ -130,6 +130,12 @@ def all_gather(mine: Tensor, group) -> Tensor:
     everyones = mine.new_empty(group.size(), mine.numel())
     compat.all_gather_single(everyones.view(-1), mine, group=group)
     return everyones
+
+
+def said(mine: bytes, group, device: torch.device) -> list[bytes]:
+    """What each rank says, in as many bytes. The host waits for it."""
+    sent = torch.tensor(list(mine), dtype=torch.uint8, device=device)
+    return [bytes(each) for each in all_gather(sent, group).tolist()]
 
 
 def _all_to_all(sent: Tensor, rows_sent, rows_received, group) -> Tensor:

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from sage_inductor.ops import compat, exchange, peers, transport
 from sage_inductor.ops.attention_call import empty_outputs
-from sage_inductor.ops.exchange import all_gather, copy
+from sage_inductor.ops.exchange import all_gather, copy, said
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS, TINY, Prepared, pad_head_dim, pad_rows
 from sage_inductor.ops.quantize.op import estimate, quantize_k, quantize_v
 from sage_inductor.ops.recipe import decode
@@ -201,12 +201,10 @@ UNLIKE = (
 
 def _exchanged(facts: dict, device: torch.device, group) -> list[int]:
     """Every rank's length. Raises ValueError, which names a rank, as `_agree` says."""
-    text = json.dumps(facts).encode().ljust(FACTS)
-    texts = all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device), group)
     everyones = []
-    for rank, each in enumerate(texts.tolist()):
+    for rank, each in enumerate(said(json.dumps(facts).encode().ljust(FACTS), group, device)):
         try:
-            everyones.append(json.loads(bytes(each)))
+            everyones.append(json.loads(each))
         except ValueError:
             everyones.append({"error": "did not ask for lengths, and another rank did"})
         if "error" in everyones[-1]:

@@ -12,10 +12,11 @@ def lost(what: str, error: BaseException | str, warn: bool = False) -> str:
     """Note that something goes the slower way, and why. warn: also in a warning, once."""
     reason = str(error).partition("\n")[0] or type(error).__name__
     line = NOTES[what] = f"{what}: {reason}"
-    (_warn if warn else _log.debug)(line)
+    (warn_once if warn else _log.debug)(line)
     return line
 
 
 @functools.cache
-def _warn(line: str) -> None:
-    _log.warning("%s", line)
+def warn_once(text: str) -> None:
+    """Once in a process."""
+    _log.warning("%s", text)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.exchange import all_gather
+from sage_inductor.ops.exchange import said
 from sage_inductor.ops.gpus import captures
 
 SHARE = 50  # a group keeps at most one in so many bytes of a GPU's memory
@@ -109,8 +109,8 @@ def of(group, device: torch.device) -> PeerMemory | None:
 def _meet(group, device: torch.device) -> PeerMemory | None:
     here = {_name(i): i for i in range(torch.cuda.device_count())}
     mine = torch.cuda.get_device_properties(device)
-    said = f"{mine.total_memory // SHARE} {_name(device)}".encode().ljust(TEXT)
-    texts = [bytes(each).decode().split() for each in _said(said, group, device)]
+    text = f"{mine.total_memory // SHARE} {_name(device)}".encode().ljust(TEXT)
+    texts = [each.decode().split() for each in said(text, group, device)]
     mapped = len({name for _, name in texts}) == group.size() and all(
         name in here
         and (here[name] == device.index or torch.cuda.can_device_access_peer(device, here[name]))
@@ -137,10 +137,4 @@ def _tried(function, *given, **options):
 
 
 def _all(answer: bool, group, device: torch.device) -> bool:
-    return all(each == [1] for each in _said(bytes([answer]), group, device))
-
-
-def _said(mine: bytes, group, device: torch.device) -> list[list[int]]:
-    """What each rank says. The host waits for it."""
-    sent = torch.tensor(list(mine), dtype=torch.uint8, device=device)
-    return all_gather(sent, group).tolist()
+    return all(map(any, said(bytes([answer]), group, device)))

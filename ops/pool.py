@@ -9,6 +9,7 @@ On CPU each op is plain PyTorch; the kernels are held to it.
 Shapes: B batch, H heads, N sequence, D head_dim, M blocks of a sequence, or of a row of scores.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -156,7 +157,8 @@ def _largest_kernel(
 def _launch_largest(run: Callable, _gpu, scores: Tensor, counts: Tensor) -> list[Tensor]:
     indices = scores.new_empty(scores.shape, dtype=torch.int32)
     tensors, numbers = (scores, counts, indices), (scores.shape[-1], CHUNK)
-    run(_largest_kernel, (counts.shape.numel(),), tensors, numbers, num_warps=1)
+    rows = math.prod(counts.shape)  # counts.shape.numel() would fix lengths that are symbols
+    run(_largest_kernel, (rows,), tensors, numbers, num_warps=1)
     return [indices]
 
 

@@ -200,7 +200,8 @@ def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
     _require(valid, f"block_q and block_kv must be of {BLOCK_SIZES}, got {blocks.size}")
     for count, index in blocks.lists:
         if not count.dtype == index.dtype == torch.int32:
-            raise TypeError(f"sage::sdpa: block lists must be int32, got {index.dtype}")
+            got = f"{count.dtype} and {index.dtype}"
+            raise TypeError(f"sage::sdpa: block lists must be int32, got {got}")
         _require(
             count.device == index.device == q.device,
             f"block lists must be on q's device {q.device}, got {count.device}, {index.device}",

@@ -69,14 +69,9 @@ class Transfer(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lengths: Sequence[int],
-        is_causal: bool,
+        cls, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], is_causal: bool,
         recipe: Recipe,
-    ) -> "Transfer":
+    ) -> "Transfer":  # fmt: skip
         B, H_q, N_q, D = q.shape
         dims = B, H_q, k.shape[1], D, v.shape[3], q.dtype.itemsize
         return cls(tuple(lengths), *dims, is_causal, N_q == k.shape[2], recipe)
@@ -117,23 +112,19 @@ class Transfer(NamedTuple):
         prepared = of_kv * (self.itemsize + 1)  # bytes read and written for a row of keys
         by_peers = rates.put > 0 and way in WRITTEN
         if way == "codes":
-            ends = 3 * rates.start + (P - 1) * n * of_kv / rates.gather
+            received, starts, rate = (P - 1) * n * of_kv, 3, rates.gather
             copied = n * prepared + STRIDED * 2 * (n + N) * of_kv
         elif way == "rows":
-            sent, copied = n * of_kv * self.itemsize, N * prepared
-            if by_peers:
-                ends = rates.start + (P - 1) * sent / rates.put
-                copied += 2 * sent
-            else:
-                ends = 3 * rates.start + (P - 1) * sent / rates.gather
+            sent = n * of_kv * self.itemsize
+            received, starts, rate = (P - 1) * sent, 3, rates.gather
+            copied = N * prepared + 2 * sent * by_peers
         else:
-            sent, copied = n * (of_kv + of_q) * self.itemsize, N * prepared / P
-            if by_peers:
-                ends = rates.start + (P - 1) / P * sent / rates.put
-                copied += 2 * sent / P + of_q * n * self.itemsize
-            else:
-                ends = 6 * rates.start + (P - 1) / P * sent / rates.exchange
-                copied += 2 * sent
+            sent, of_out = n * (of_kv + of_q) * self.itemsize, of_q * n * self.itemsize
+            received, starts, rate = (P - 1) / P * sent, 6, rates.exchange
+            copied = N * prepared / P + (2 * sent / P + of_out if by_peers else 2 * sent)
+        if by_peers:
+            starts, rate = 1, rates.put
+        ends = starts * rates.start + received / rate
         pairs = n * N
         if self.is_causal:  # the last rank's queries see most keys; by heads all ranks see as many
             pairs = n * N / 2 if way == "heads" else n * (N - n / 2)

@@ -25,6 +25,11 @@ from sage_inductor.patterns.graph import (
 from sage_inductor.patterns.reasons import Reason
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored
+# All of them, those first that the op writes, and those last whose rows are not head_dim's.
+ORDERS = sorted(
+    map(list, itertools.permutations(range(4))),
+    key=lambda order: (order != BNHD, order != BHND, order[3] != 3),
+)
 
 
 def why_not(call: Call) -> Reason | None:
@@ -203,10 +208,8 @@ def stored(call: Call) -> tuple[list[int], int] | None:
     SDPA on CUDA leaves rows of D elements further apart where D is no multiple of 8: it computes
     with padded ones. What follows may view the output, so ours must be stored alike: the op writes
     BHND and BNHD without gaps, the rest is copied."""
-    others = sorted(map(list, itertools.permutations(range(4))), key=lambda order: order[3] != 3)
-    orders = BNHD, BHND, *others
     for holds in (statically_true, guarded):  # what heads and head_dim of a dynamic width need
-        for order in orders:
+        for order in ORDERS:
             width = _row_stride(call.out, order, holds)
             if width is not None:
                 return order, width

@@ -18,7 +18,8 @@ from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex, by_schema, value_of
 
-NAMED = re.compile(r"(varlen_attn|flash_attn\w*_(forward|fwd))(_out)?$")
+# In the kernels of Hugging Face's hub the namespace says it: vllm_flash_attn3_<hash>.fwd.
+NAMED = re.compile(r"(varlen_attn|flash_attn\w*[._](varlen_)?(forward|fwd))(_out)?$")
 PAGES = "block_table", "page_table"
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sage_inductor.diagnose import Diagnosis, diagnose, diagnosing
     from sage_inductor.errors import SageOptionError, SageRefused
     from sage_inductor.export import aoti_compile_and_package, rewrite
+    from sage_inductor.findings import Report
     from sage_inductor.functional import attention
     from sage_inductor.gradient_noise import TrainingDiagnosis, diagnose_training
     from sage_inductor.integrations import register
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from sage_inductor.options import Options
     from sage_inductor.parallel import gather_attention
     from sage_inductor.policy import CallDescription, Policy, Rule
-    from sage_inductor.report import Report, report
+    from sage_inductor.report import report
     from sage_inductor.stages import Schedule, stage
 
 __all__ = [
@@ -49,6 +50,7 @@ _PLACES = {
     "diagnose": "Diagnosis diagnose diagnosing",
     "errors": "SageOptionError SageRefused",
     "export": "aoti_compile_and_package rewrite",
+    "findings": "Report",
     "functional": "attention",
     "gradient_noise": "TrainingDiagnosis diagnose_training",
     "integrations": "register",
@@ -58,7 +60,7 @@ _PLACES = {
     "options": "Options",
     "parallel": "gather_attention",
     "policy": "CallDescription Policy Rule",
-    "report": "Report report",
+    "report": "report",
     "stages": "Schedule stage",
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}

@@ -20,29 +20,17 @@ from sage_inductor import (
 )
 from sage_inductor.choose.decide import decide
 from sage_inductor.errors import SageOptionError
+from sage_inductor.findings import Report
 from sage_inductor.inductor_pass import package_hash
-from sage_inductor.ops.compat import (
-    CompileContext,
-    InductorWrapper,
-    TracingContext,
-    inductor_config,
-    tracing,
-)
+from sage_inductor.ops import compat
+from sage_inductor.ops.compat import CompileContext, InductorWrapper, inductor_config
 from sage_inductor.ops.notes import NOTES
-from sage_inductor.options import PREFIX, Options
+from sage_inductor.options import PREFIX, Options, Settings, resolve, split
 from sage_inductor.patterns.call import Site
 from sage_inductor.patterns.graph import copied, graph_modules, value_of
 from sage_inductor.policy import stages_of
-from sage_inductor.report import (
-    Report,
-    ends_in_graph_break,
-    not_requested,
-    raise_if_refused,
-    record,
-    whole,
-)
+from sage_inductor.report import ends_in_graph_break, not_requested, raise_if_refused, record, whole
 from sage_inductor.session import Seen, session
-from sage_inductor.settings import Settings, resolve, split
 from sage_inductor.stages import by_stage
 
 Function = TypeVar("Function", bound=Callable)
@@ -134,7 +122,12 @@ def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callab
         run = next(known, None)
         if run is None:
             variant.install()
-            with _own_context() if done else contextlib.nullcontext():
+            # A tracing context for each further variant. AOTAutograd writes into it, for example
+            # which tensors a backward may overwrite, and a backward is compiled later, when it
+            # first runs. In a shared context one took the last variant's tensors for its own, and
+            # wrote into the user's gradient.
+            own = copy.copy(compat.TracingContext.try_get())
+            with compat.tracing(own) if done else contextlib.nullcontext():
                 run = inductor()
             done.append((variant.decisions, run))
         of_stage[stage] = run
@@ -149,14 +142,6 @@ def _keyed_on_sources(options: dict) -> dict:
     options."""
     metadata = options.get(METADATA, inductor_config.aot_inductor.metadata)
     return options | {METADATA: metadata | {"sage_inductor": package_hash()}}
-
-
-def _own_context() -> contextlib.AbstractContextManager:
-    """A tracing context for one variant, in the place of Dynamo's. AOTAutograd writes into it, for
-    example which tensors a backward may overwrite, and a backward is compiled later, when it first
-    runs. In a shared context one took the last variant's tensors for its own, and wrote into the
-    user's gradient."""
-    return tracing(copy.copy(TracingContext.try_get()))
 
 
 def _sites_of_stages(variants: dict[str | None, _Variant]) -> list[Site]:
@@ -182,16 +167,19 @@ sage_backend.reset = InductorWrapper(None, None, None).reset
 
 
 def inputs_later(function: Function) -> Function:
-    """Raises TypeError where inputs are given beside the model: what it returns takes them."""
+    """Raises TypeError where inputs are given beside the model: what it returns takes them, and its
+    repr says so."""
+    name = function.__name__
 
     @functools.wraps(function)
     def checked(model, *inputs, **options):
         if inputs:
-            name = function.__name__
             raise TypeError(
                 f"{name}(model)(*inputs): give the inputs to what {name}(model) returns"
             )
-        return function(model, **options)
+        run, what = function(model, **options), getattr(model, "__name__", type(model).__name__)
+        run.__qualname__ = f"{name}({what}), to be called with the model's arguments,"
+        return run
 
     return checked
 
@@ -231,13 +219,6 @@ def explain(model, *, options: Options | dict | None = None) -> Callable[..., Re
             notes = [*NOTES.values(), *seen.left_to_eager()]
         return whole(sites, settings.policy, seen.why_without(), notes)
 
-    return awaiting(run, "explain", model)
-
-
-def awaiting(run: Callable, name: str, model) -> Callable:
-    """`run`, whose repr says what it is."""
-    what = getattr(model, "__name__", type(model).__name__)
-    run.__qualname__ = f"{name}({what}), to be called with the model's arguments,"
     return run
 
 
@@ -254,6 +235,8 @@ def op_by_op(see: Callable, all_graphs: bool = False) -> Iterator[Callable]:
 
     def look(gm, example_inputs):
         see(gm)
+        for module in graph_modules(gm):
+            module.recompile()
         return gm.forward
 
     def run(model, args: tuple, kwargs: dict):

@@ -23,27 +23,23 @@ import torch
 from torch import nn
 
 from sage_inductor import page
-from sage_inductor.backend import awaiting, inputs_later, op_by_op
+from sage_inductor.backend import inputs_later, op_by_op
 from sage_inductor.choose import families, tables
+from sage_inductor.findings import (
+    Findings,
+    counts,
+    made_with,
+    number_of,
+    path_of,
+    reason_of,
+    remedies,
+)
 from sage_inductor.measure import SDPA, Measured, Row
 from sage_inductor.names import some_of
 from sage_inductor.ops.compat import called_instead
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, RecipeName
-from sage_inductor.patterns import Site
 from sage_inductor.policy import Policy
-from sage_inductor.report import (
-    counts,
-    folded,
-    made_with,
-    not_measured,
-    number_of,
-    path_of,
-    remedies,
-    sizes,
-    table,
-    table_of_errors,
-)
-from sage_inductor.suggest import POLICY, Total, merged, suggestion
+from sage_inductor.suggest import POLICY, Total, merged, suggested, totals
 
 # 8-bit q, k and v cost a relative L1 of 0.035 to 0.048 on normal inputs
 # (docs/measurements/attention.md). A call above this tolerance has inputs that its recipe does not
@@ -52,13 +48,12 @@ TOLERANCE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Diagnosis:
+class Diagnosis(Findings):
     """What `diagnose` found, or `diagnosing` when its block has ended. `print` it for a verdict, a
     table (of calls that differ only in the numbers in their module's path, the worst) and the
     policy; `details` has every number, `to_html` writes all of it and a heat map."""
 
     rows: tuple[Row, ...]  # worst relative L1 first
-    unmeasured: tuple[Site, ...]  # attention calls without rows; `reason` says why
     suggested: dict[str, str]  # path of a module: the recipe of its calls, or "off"
     tolerance: float
     shown: tuple[str, ...]  # recipes that the table has a column for, if they have rows
@@ -67,14 +62,20 @@ class Diagnosis:
     # Of all calls together, by recipe; "the policy": the suggested recipe of each call.
     totals: dict[str, Total] = dataclasses.field(default_factory=dict)
 
+    COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "recipe", "CosSim", "relative L1",
+               "RMSE", "worst head", "relative L1 of that head", "worst batch, head, row",
+               "relative L1 of that row", "ms", "SDPA's ms")  # fmt: skip
+    HEAD = "call", "q", "k", "dtype", "mask", "suggested"
+    NUMBERS = "relative L1", "errors"
+
     @property
     def policy(self) -> Policy:
         """The suggested recipes, in few rules."""
         rules = [
             dataclasses.replace(rule, stage=stage)
-            for stage, suggested in self.by_stage.items()
-            if suggested != self.suggested
-            for rule in merged(suggested)
+            for stage, recipes in self.by_stage.items()
+            if recipes != self.suggested
+            for rule in merged(recipes)
         ]
         return Policy((*rules, *merged(self.suggested)))
 
@@ -82,7 +83,9 @@ class Diagnosis:
         """Write the policy where ``sage.policy`` finds it, with what was measured as a note."""
         errors = collections.defaultdict(list)
         for row in self.rows:
-            errors[_where(row.site, row.site.module)].append(f"{row.recipe} {row.relative_l1:.4g}")
+            module, stage = row.site.module, row.site.stage
+            where = module if stage is None else f"{module} in {stage}"
+            errors[where].append(f"{row.recipe} {row.relative_l1:.4g}")
         note = {
             "tolerance": self.tolerance,
             "versions": families.versions(),
@@ -98,27 +101,17 @@ class Diagnosis:
         text = f"{number_of(len(self._modules), 'module')}, relative L1 <= {self.tolerance}"
         if self.suggested:
             text += f": {counts(collections.Counter(self.suggested.values()))}"
-        for stage, suggested in self.by_stage.items():
-            text += f"; in {stage}: {counts(collections.Counter(suggested.values()))}"
-        if self.unmeasured:
-            text += f"; not measured: {number_of(len(self.unmeasured), 'call')}"
-        return text
+        for stage, recipes in self.by_stage.items():
+            text += f"; in {stage}: {counts(collections.Counter(recipes.values()))}"
+        return text + self._without_rows
 
-    def __repr__(self):
-        return f"<Diagnosis: {self.verdict}>"
+    def _same(self, row: Row) -> tuple[str, ...]:
+        recipes = self.by_stage.get(row.site.stage, self.suggested)
+        return row.site.spelling, *row.sizes, recipes[row.site.module]
 
     def __str__(self):
-        def same(row: Row) -> tuple:
-            of_stage = self.by_stage.get(row.site.stage, self.suggested)
-            return *_cells(row)[1:6], of_stage[row.site.module]
-
-        head = ("module", "count", "call", "q", "k", "dtype", "mask", "suggested")
-        lines = [self.verdict, *table_of_errors(
-            self.rows, head, self.shown, lambda row: _where(row.site), same,
-            lambda row: row.relative_l1, ("relative L1", "errors"),
-        )]  # fmt: skip
-        lines += [gain] if (gain := self._gain()) else []
-        lines += not_measured(self.unmeasured)
+        gain = [text] if (text := self._gain()) else []
+        lines = [self.verdict, *self._table(), *gain, *self._not_measured()]
         if self._modules:
             lines += ["", f"the fastest recipes with a relative L1 of at most {self.tolerance}:"]
             lines.append(self.policy.text().rstrip())
@@ -139,20 +132,14 @@ class Diagnosis:
             f"(predicted from times of {gpu})"
         )
 
-    def details(self) -> str:
-        """A table of every measured call and recipe, the worst relative L1 first."""
-        cells = (tuple(map(_text, _cells(row))) for row in self.rows)
-        return table([COLUMNS, *cells])
-
     def heat_map(self) -> str:
         """An SVG of the relative L1, modules by recipes, with a legend: white at the tolerance,
         blue below it, red above. SDPA is what is compared with, and has no colour."""
-        errors = {}
-        for row in reversed(self.rows):  # of a module's calls the worst comes last
-            errors[_where(row.site), row.recipe] = row.relative_l1
+        # The worst of a module's calls comes last.
+        errors = {(row.where, row.recipe): row.relative_l1 for row in reversed(self.rows)}
         order = self._modules
         in_order = sorted(self.rows, key=lambda row: order.index(row.site.module))
-        modules = dict.fromkeys(_where(row.site) for row in in_order)
+        modules = dict.fromkeys(row.where for row in in_order)
         recipes = [name for name in (SDPA, *NAMED) if any(name == r for _, r in errors)]
         return page.heat_map(list(modules), recipes, errors, self.tolerance, plain=(SDPA,))
 
@@ -160,16 +147,13 @@ class Diagnosis:
         """Write one page that needs no other file: the error and the predicted time of each recipe
         and of the policy, the heat map, every row (they sort by any column and filter by module),
         the calls that were not measured with what to do, the policy, and the versions."""
-        parts = [*self._summary(), page.table(COLUMNS, list(map(_cells, self.rows)))]
+        parts = [*self._summary(), self._every_row().html()]
         if self.unmeasured:
-            rows = [(path_of(site), site.spelling, folded(site)) for site in self.unmeasured]
-            parts.append(page.table(UNMEASURED, rows))
+            rows = [(path_of(site), site.spelling, reason_of(site)) for site in self.unmeasured]
+            parts.append(page.Table(("module", "call", "not measured"), rows).html())
             parts += map(page.paragraph, remedies(self.unmeasured))
-        parts.append(
-            page.paragraph(made_with([*(row.site for row in self.rows), *self.unmeasured]))
-        )
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(page.page("sage_inductor: accuracy of attention calls", *parts))
+        parts.append(made_with([*(row.site for row in self.rows), *self.unmeasured]))
+        page.write(path, "sage_inductor: accuracy of attention calls", *parts)
 
     def _repr_html_(self):
         return "\n".join(self._summary())
@@ -179,7 +163,7 @@ class Diagnosis:
         rows = [(name, *self._total(name)) for name in names if name in self.totals]
         return [
             page.paragraph(self.verdict),
-            page.table(TOTALS, rows),
+            page.Table(TOTALS, rows).html(),
             page.paragraph(f"ms: {gain}. {OF_TIMES}" if gain else "ms: such calls were not timed."),
             self.heat_map(),
             page.listing(self.policy.text()),
@@ -193,33 +177,11 @@ class Diagnosis:
         return error, calls, *((ms, sdpa_ms, sdpa_ms - ms) if sdpa_ms else ("", "", ""))
 
 
-COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "recipe", "CosSim", "relative L1", "RMSE",
-           "worst head", "relative L1 of that head", "worst batch, head, row",
-           "relative L1 of that row", "ms", "SDPA's ms")  # fmt: skip
 TOTALS = "recipe", "worst relative L1", "calls within the tolerance", "ms", "SDPA's ms", "ms gained"
 OF_TIMES = (
     "They are of all measured runs together, without the rest of the model. The policy leaves a "
     "call to SDPA where no gain is predicted. A recipe without ms was not timed for such calls."
 )
-UNMEASURED = ("module", "call", "not measured")
-
-
-def _where(site: Site, path: str | None = None) -> str:
-    path = path_of(site) if path is None else path
-    return path if site.stage is None else f"{path} in {site.stage}"
-
-
-def _cells(row: Row) -> tuple[page.Cell, ...]:
-    site, (head, of_head), (*where, of_row) = row.site, row.worst_head, row.worst_row
-    return (
-        _where(site), site.spelling, *sizes(site), row.recipe, f"{row.cos_sim:.6f}",
-        row.relative_l1, row.rmse, head, of_head,
-        ", ".join(map(str, where)), of_row, *(row.predicted[1:3] if row.predicted else ("", "")),
-    )  # fmt: skip
-
-
-def _text(cell: page.Cell) -> str:
-    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
 
 
 @inputs_later
@@ -265,7 +227,7 @@ def diagnose(
             measured(model, args, kwargs)
         return found
 
-    return awaiting(run, "diagnose", model)
+    return run
 
 
 _open: list[nn.Module] = []  # the models of the blocks of `diagnosing` that have not ended
@@ -363,14 +325,14 @@ def _measuring(
                 yield found, functools.partial(measured.run, run)
         finally:
             calls, shown = list(measured.calls.values()), (SDPA, *named)
-            rows = [row for call in calls for row in call.rows.values()]
+            rows = [x for call in calls for of in call.rows.values() for x in of.values()]
             rows = tuple(sorted(rows, key=lambda row: -row.badness))
             if recipes is None:  # of all that is measured, what a policy may come to
                 by_auto = {name for call in calls for name in call.autos}
                 shown = tuple(name for name in shown if name in {SDPA, *BY_SPEED, *by_auto})
-            by_stage, totals = suggestion(calls, tolerance)
-            suggested, refused = by_stage.pop(None, {}), tuple(measured.refusals())
-            filled = Diagnosis(rows, refused, suggested, tolerance, shown, by_stage, totals)
+            by_stage, refused = suggested(calls, tolerance), tuple(measured.refusals())
+            of_all, usual = totals(calls, by_stage), by_stage.pop(None, {})
+            filled = Diagnosis(rows, refused, usual, tolerance, shown, by_stage, of_all)
             vars(found).update(vars(filled))
         if not (found.rows or found.unmeasured):
             raise ValueError(f"{name}: the model must make an attention call, none was seen")

@@ -13,15 +13,16 @@ from torch.export.graph_signature import TensorArgument
 from sage_inductor import stages
 from sage_inductor.choose.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
+from sage_inductor.findings import Report
 from sage_inductor.ops.notes import NOTES
 from sage_inductor.ops.recipe import renewed
 from sage_inductor.ops.register import OPAQUE
-from sage_inductor.options import Options
+from sage_inductor.options import Options, resolve, split
 from sage_inductor.patterns.graph import by_schema, graph_modules
-from sage_inductor.report import Report, raise_if_refused, record, whole
-from sage_inductor.settings import resolve, split
+from sage_inductor.report import raise_if_refused, record, whole
 
 _log = logging.getLogger("sage_inductor")
+PORTABLE_IF_ASKED = torch.ops.sage.sdpa.default, torch.ops.sage.prepare.default
 
 
 def rewrite(
@@ -59,7 +60,7 @@ def rewrite(
     settings = resolve(ours, portable=True, stage=stages.current())
     gm = exported_program.graph_module
     _renew(gm)
-    for node in (node for module in graph_modules(gm) for node in module.graph.nodes):
+    for node in _nodes(gm):
         node.meta.pop("sage", None)  # what an earlier rewrite has left, other options may take
     with _names_kept_up(exported_program):
         sites = _rewrite(gm, settings)
@@ -95,31 +96,32 @@ def _names_kept_up(program: torch.export.ExportedProgram) -> Iterator[None]:
         program.graph_module.recompile()
 
 
+def _nodes(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [node for module in graph_modules(gm) for node in module.graph.nodes]
+
+
 def _renew(gm: torch.fx.GraphModule) -> None:
     """Give the sage ops of a program the recipes' strings of today. Raises ValueError where one
     means something else than when it was made."""
-    for module in graph_modules(gm):
-        for node in module.graph.nodes:
-            if node.target in (torch.ops.sage.sdpa.default, torch.ops.sage.prepare.default):
-                given = by_schema(node, node.target)
-                at = list(given).index("recipe")
-                node.update_arg(at, renewed(given["recipe"]))
+    for node in _nodes(gm):
+        if node.target in PORTABLE_IF_ASKED:
+            given = by_schema(node, node.target)
+            at = list(given).index("recipe")
+            node.update_arg(at, renewed(given["recipe"]))
 
 
 def _check_travels(gm: torch.fx.GraphModule) -> None:
     """Raise ValueError if an op is left that no package can hold: the rewrite inserts none, but
     the model may call one, or have been through a pass that did."""
-    sage = torch.ops.sage
-    for module in graph_modules(gm):
-        for node in module.graph.nodes:
-            portable = node.target not in OPAQUE
-            if node.target in (sage.sdpa.default, sage.prepare.default):
-                portable = by_schema(node, node.target)["portable"]
-            if not portable:
-                raise ValueError(
-                    f"rewrite: every sage op must be portable to travel in a package, got "
-                    f"`{node.name}`, a call of {node.target} that is not"
-                )
+    for node in _nodes(gm):
+        portable = node.target not in OPAQUE
+        if node.target in PORTABLE_IF_ASKED:
+            portable = by_schema(node, node.target)["portable"]
+        if not portable:
+            raise ValueError(
+                f"rewrite: every sage op must be portable to travel in a package, got "
+                f"`{node.name}`, a call of {node.target} that is not"
+            )
 
 
 def aoti_compile_and_package(

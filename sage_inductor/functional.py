@@ -12,6 +12,7 @@ nothing else: `patterns.rewrite` makes of it what it would make of a model's, an
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
 
+import functools
 import inspect
 import operator
 import typing
@@ -22,12 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor import patterns, settings, stages
+from sage_inductor import patterns, stages
 from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import decide
-from sage_inductor.config import config, settings_in_force
 from sage_inductor.names import AUTO, RecipeOption, check_recipe, unknown
 from sage_inductor.ops import compat
+from sage_inductor.options import config, resolve, settings_in_force
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.graph import as_float, as_int
@@ -86,6 +87,9 @@ def attention(
     """
     if foreign:
         raise TypeError(_unexpected(foreign))
+    if torch.compiler.is_dynamo_compiling():  # this function itself: else it is one call of a graph
+        given = {"scale": scale, "enable_gqa": enable_gqa, "recipe": recipe, "dropout_p": dropout_p}
+        return _in_graph(q, k, v, attn_mask, is_causal, **given, return_lse=return_lse)
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
     options = is_causal, scale, enable_gqa, recipe, return_lse
     key = _key(tensors, options) if dropout_p == 0.0 and type(is_causal) is bool else None
@@ -192,8 +196,16 @@ def _refused(what: str, kind: type = ValueError) -> Exception:
 _SIGNATURE = inspect.signature(attention)
 _SIGNATURE = _SIGNATURE.replace(parameters=list(_SIGNATURE.parameters.values())[:-1])
 attention.__signature__ = _SIGNATURE  # without `foreign`
-torch.compiler.allow_in_graph(attention)
-ENTRIES.add(attention)
+
+
+def _in_graph(*args, **kwargs):
+    return attention(*args, **kwargs)
+
+
+_in_graph.__signature__ = _SIGNATURE
+for _entry in (attention, _in_graph):
+    torch.compiler.allow_in_graph(_entry)
+    ENTRIES.add(_entry)
 
 
 _TRACED = (compat.FakeTensor, compat.FunctionalTensor)
@@ -203,11 +215,11 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 class _Run(NamedTuple):
     """The decision of a call."""
 
-    compute: Callable  # the graph's function
+    compute: Callable  # SDPA, or the graph's function
     rewritten: bool  # whether a recipe computes it, and not SDPA
 
 
-MAX_KINDS = 4096  # of calls that are remembered, some 10 KiB each
+MAX_KINDS = 4096  # of calls that are remembered, of which each has at most 10 KiB
 
 
 def _key(tensors: tuple, options: tuple, module: str = "") -> tuple | None:
@@ -215,43 +227,58 @@ def _key(tensors: tuple, options: tuple, module: str = "") -> tuple | None:
     eager calls need nothing else of ours, so this is one flat function."""
     if not _PLAIN.issuperset(map(type, tensors)):
         return None
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    q, k, v = tensors[:3]
+    try:
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, q.layout, q.requires_grad,
+            k.shape, k.stride(), k.dtype, k.device, k.layout, k.requires_grad,
+            v.shape, v.stride(), v.dtype, v.device, v.layout, v.requires_grad,
+        )  # fmt: skip
+        for x in tensors[3:]:
+            key += x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad
+    except RuntimeError:  # a layout without strides
         return None
-    grad, trains, kinds = torch.is_grad_enabled(), False, []
-    for x in tensors:
-        if x.is_nested or x.is_meta or x.layout is not torch.strided:
-            return None
-        needs_grad = grad and x.requires_grad
-        trains |= needs_grad
-        kinds += x.shape, x.stride(), x.dtype, x.device, needs_grad
-    q, k, v = kinds[0], kinds[5], kinds[10]
-    device = kinds[3].type
-    # Decoding makes a call of another length for each token, and deciding takes 3 ms. So lengths
-    # are left out where every policy leaves a call to SDPA at any length as short.
-    short = len(q) > 2 < len(k) and min(q[-2], k[-2]) < cost.SHORTEST
-    if short and len(v) > 2 and not (trains or config.emulate or config.force):
-        kinds[:2] = q[:-2], q[-1]
-        kinds[5:7] = k[:-2], k[-1]
-        kinds[10:12] = v[:-2], v[-1], k[-2] == v[-2]
-        if len(tensors) > 3:
-            mask = (1, 1, *tensors[3].shape)
-            kinds[16:18] = mask[:-2], mask[-1] in (1, k[-2]), mask[-2] in (1, q[-2])
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    autocast = compat.is_any_autocast_enabled() and _autocast(tensors[0].device.type)
     transformed = compat.functorch.peek_interpreter_stack() is not None
     return (
-        *kinds, *options, module, grad, autocast, transformed, *settings_in_force(),
-        families.flash_attention(), stages.current(),
+        *key, *options, module, torch.is_grad_enabled(), autocast, transformed,
+        *settings_in_force(), families.flash_attention(), stages.current(),
     )  # fmt: skip
+
+
+def _autocast(device: str) -> torch.dtype | bool:
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
+def _kind(key: tuple, tensors: tuple) -> tuple:
+    """The key without lengths, if every policy leaves a call to SDPA at any length as short.
+    Decoding makes a call of another length for each token, and deciding takes 3 ms."""
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    sizes = [x.shape for x in tensors]
+    short = min(map(len, sizes[:3])) > 2 and min(x[-2] for x in sizes[:2]) < cost.SHORTEST
+    if not short or trains or config.emulate or config.force:
+        return key
+    kind = [*key]
+    for i, size in enumerate(sizes):
+        is_mask = i == 3
+        kind[6 * i : 6 * i + 2] = (size[:-2], is_mask or size[-1])
+    return tuple(kind)
 
 
 def _run_of(tensors: tuple, options: tuple, key: tuple | None, module: str = "") -> _Run:
     """What computes a call with these tensors, the decision taken; its site goes to the report."""
+    runs, kind = session().runs, key and _kind(key, tensors)
+    if len(runs) >= MAX_KINDS:
+        runs.clear()
+    if kind in runs:
+        runs[key] = runs[kind]
+        return runs[key]
     check_recipe("sage_inductor.attention: recipe", options[3])
     exporting = torch.compiler.is_exporting()
     traced = exporting or torch.compiler.is_compiling() or type(tensors[0]) in _TRACED
     portable = exporting or traced and compat.virtualized.aot_compilation is True
     stage = None if traced and not portable else stages.current()
-    wanted = settings.resolve({}, portable=portable, stage=stage)
+    wanted = resolve({}, portable=portable, stage=stage)
     stages.warn_if_misspelled(stage, stages_of(wanted.policy))
     reason = next(filter(None, map(_why_not, tensors)), None)
     grad, fake_mode = torch.is_grad_enabled(), compat.detect_fake_mode(tensors) if traced else None
@@ -270,7 +297,8 @@ def _run_of(tensors: tuple, options: tuple, key: tuple | None, module: str = "")
     with compat.disable_modes():
         with fake_mode or compat.FakeTensorMode():
             values = [stand_in(x) for x in tensors]
-            gm = _graph_of(values, (options[0], as_float(options[1]), *options[2:]), module)
+            given = options[0], as_float(options[1]), *options[2:]
+            gm = _graph_of(values, given, module)
         sites = patterns.rewrite(gm, decision, portable)
     graph, recorded = str(compat.CompileContext.current_compile_id()), session().recorded
     for site in sites:  # of a graph that has several such calls, once
@@ -281,11 +309,15 @@ def _run_of(tensors: tuple, options: tuple, key: tuple | None, module: str = "")
         raise_if_refused(sites)
     for node in gm.graph.nodes:  # fake tensors, which nobody needs any more
         node.meta.clear()
-    run, runs = _Run(gm.forward, any(site.rewritten for site in sites)), session().runs
+    is_rewritten, compute = any(site.rewritten for site in sites), gm.forward
+    if not (is_rewritten or options[4]):
+        names = zip(("is_causal", "scale", "enable_gqa"), given, strict=False)
+        others = {name: x for name, x in names if x is not None and x is not False}
+        compute = functools.partial(F.scaled_dot_product_attention, **others)
+        compute = compute if others else compute.func
+    run = _Run(compute, is_rewritten)
     if key is not None:
-        if len(runs) >= MAX_KINDS:
-            runs.clear()
-        runs[key] = run
+        runs[key] = runs[kind] = run
     return run
 
 

@@ -32,33 +32,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sage_inductor.backend import awaiting, inputs_later, op_by_op
+from sage_inductor.backend import inputs_later, op_by_op
 from sage_inductor.choose.decide import decide
-from sage_inductor.measure import MAX_SCORES, SDPA, CallProgress, badness
+from sage_inductor.findings import Finding, Findings, keep_worst, number_of
+from sage_inductor.measure import MAX_SCORES, SDPA, call_progress
 from sage_inductor.names import some_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
+from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
-from sage_inductor.patterns.call import UNNAMED, Call
+from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.eligible import is_causal
-from sage_inductor.patterns.graph import graph_modules, value_of
+from sage_inductor.patterns.graph import value_of
+from sage_inductor.patterns.module_path import UNNAMED
 from sage_inductor.patterns.replace import stand_in
-from sage_inductor.report import not_measured, number_of, path_of, sizes, table, table_of_errors
-from sage_inductor.settings import Settings
 
 # Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
 # thousands; 32 parts know the noise to 1 / sqrt(2 * 31), 13 %, and better over many parameters.
 MOST_PARTS = 32
+EXACT = "exact"  # in the place of a recipe
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientRow:
-    """The error of the gradient by one recipe at one attention call; where that ran several times,
-    at its worst. Norms are Euclidean, over all parameters of a module that the call reaches."""
+class GradientRow(Finding):
+    """An error of the gradient. Norms are Euclidean, over all parameters of a module that the call
+    reaches."""
 
-    site: Site  # with the sizes it ran with
-    recipe: str  # or "sdpa": scaled_dot_product_attention in the model's own dtype
     parameters: str  # path of the module whose parameters they are; "": the model
     error: float
     noise: float
@@ -69,57 +69,46 @@ class GradientRow:
         """|error| / noise; of examples that are all alike infinite."""
         return self.error / self.noise if self.noise else math.inf
 
+    number = ratio
+
     @property
-    def badness(self) -> float:
-        """The ratio, by which rows are compared: nothing is worse than NaN."""
-        return badness(self.ratio)
+    def cells(self) -> tuple:
+        """A row for TrainingDiagnosis.COLUMNS."""
+        return (
+            self.where, self.site.call, *self.sizes, self.parameters or "the model", self.recipe,
+            self.ratio, self.error / self.gradient, self.noise / self.gradient,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class TrainingDiagnosis:
+class TrainingDiagnosis(Findings):
     """What `diagnose_training` found. `print` it for a verdict and a table (of calls that differ
     only in the numbers in their module's path, the worst); `details` has every number."""
 
     rows: tuple[GradientRow, ...]  # worst ratio first
-    unmeasured: tuple[Site, ...]  # attention calls without rows; `reason` says why
+
+    COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "parameters of", "recipe",
+               "|error| / noise", "|error| / |gradient|", "noise / |gradient|")  # fmt: skip
+    HEAD = "q", "k", "dtype", "mask", "noise / |gradient|"
+    NUMBERS = "|error| / noise", "ratios"
+    shown = SDPA, *OPS
 
     @property
     def verdict(self) -> str:
         """One line: "8 calls, |error| / noise of the gradient at most: sdpa 0.01, sagebwd 0.09"."""
         worst = {row.recipe: row for row in reversed(self.rows)}
-        each = [f"{name} {worst[name].ratio:.3g}" for name in (SDPA, *OPS) if name in worst]
+        each = [f"{name} {worst[name].ratio:.3g}" for name in self.shown if name in worst]
         text = number_of(len({(row.site.module, row.site.call) for row in self.rows}), "call")
         if each:
             text += f", |error| / noise of the gradient at most: {', '.join(each)}"
-        if self.unmeasured:
-            text += f"; not measured: {number_of(len(self.unmeasured), 'call')}"
-        return text
-
-    def __repr__(self):
-        return f"<TrainingDiagnosis: {self.verdict}>"
+        return text + self._without_rows
 
     def __str__(self):
-        head = ("module", "count", "q", "k", "dtype", "mask", "noise / |gradient|")
-        lines = table_of_errors(
-            self.rows, head, (SDPA, *OPS), lambda row: path_of(row.site),
-            lambda row: sizes(row.site), lambda row: row.ratio, ("|error| / noise", "ratios"),
-            lambda rows: (f"{min(row.noise / row.gradient for row in rows):.3g}",),
-        )  # fmt: skip
-        return "\n".join([self.verdict, *lines, *not_measured(self.unmeasured)])
+        return "\n".join([self.verdict, *self._table(), *self._not_measured()])
 
-    def details(self) -> str:
-        """A table of every measured call and recipe, the worst ratio first."""
-        head = ("module", "call", "q", "k", "dtype", "mask", "parameters of", "recipe",
-                "|error| / noise", "|error| / |gradient|", "noise / |gradient|")  # fmt: skip
-        rows = (
-            (
-                path_of(row.site), row.site.call, *sizes(row.site), row.parameters or "the model",
-                row.recipe, f"{row.ratio:.6g}",
-                *(f"{x / row.gradient:.6g}" for x in (row.error, row.noise)),
-            )
-            for row in self.rows
-        )  # fmt: skip
-        return table([head, *rows])
+    def _cells(self, group: list[GradientRow]) -> tuple[str, ...]:
+        noise = min(row.noise / row.gradient for row in group)
+        return *group[0].sizes, f"{noise:.3g}"
 
 
 @inputs_later
@@ -157,7 +146,7 @@ def diagnose_training(
     def run(*args, **kwargs) -> TrainingDiagnosis:
         return _diagnosed(model, args, kwargs, loss, recipes)
 
-    return awaiting(run, "diagnose_training", model)
+    return run
 
 
 def _diagnosed(
@@ -173,10 +162,8 @@ def _diagnosed(
         # From the last to the first: what a call reads may be what an earlier one returns, which a
         # probe is put in the place of.
         probes.extend(_GradientProbe(*each, recipes) for each in reversed(calls))
-        for module in graph_modules(gm):
-            module.recompile()
 
-    with _as_it_was(model), contextlib.closing(CallProgress()) as progress, torch.enable_grad():
+    with _as_it_was(model), contextlib.closing(call_progress()) as progress, torch.enable_grad():
         with op_by_op(see, all_graphs=True) as run:
             out = run(model, args, kwargs)
         value = loss(out)
@@ -197,10 +184,10 @@ def _diagnosed(
         outs = [run.out for _, run in runs]
         options = dict(retain_graph=True, allow_unused=True)
         grads = torch.autograd.grad(value, outs, **options) if outs else ()
-        progress.expect(len(runs))
+        progress.total += len(runs)
         for (probe, run), grad in zip(runs, grads, strict=True):
             probe.measure(model, run, grad)
-            progress.step()
+            progress.update()
     refused += [
         dataclasses.replace(probe.site, decision=Decision(None, probe.reason))
         for probe in probes
@@ -296,7 +283,7 @@ class _GradientProbe:
         q, k, v = (x.detach().to(run.out.dtype) for x in run[:3])  # as autocast gives them to SDPA
         # Backward, the emulation runs outside of its op, where autocast would reach it.
         with torch.autocast(q.device.type, enabled=False):
-            exact = _exact_gradients(q, k, v, grad, self.is_causal, scale)
+            exact = _gradients(EXACT, q, k, v, grad, self.is_causal, scale)
             path, parameters = _parameters_of(model, self.site.module, run, exact)
             gradient = _followed(run, exact, parameters)
             size = _norm(gradient)
@@ -304,11 +291,10 @@ class _GradientProbe:
                 return
             noise = _noise(run, exact, parameters, gradient)
             for name in (SDPA, *self.recipes):
-                found = _by(name, q, k, v, grad, self.is_causal, scale)
+                found = _gradients(name, q, k, v, grad, self.is_causal, scale)
                 errors = tuple(x - y for x, y in zip(found, exact, strict=True))
                 error = _norm(_followed(run, errors, parameters))
-                row = GradientRow(site, name, path, error, noise, size)
-                self.rows[name] = max(self.rows.get(name, row), row, key=lambda row: row.badness)
+                keep_worst(self.rows, name, GradientRow(site, name, path, error, noise, size))
 
 
 # -- from the call to parameters ----
@@ -366,42 +352,31 @@ def _norm(tensors: list[Tensor]) -> float:
 # -- from out to q, k and v ----
 
 
-def _exact_gradients(q, k, v, grad, causal: bool, scale: float) -> Gradients:
-    """In float64, a part of the rows of one example and one head of k at a time."""
-    (B, H_kv, N_kv, _), (G, N_q) = k.shape, (q.shape[1] // k.shape[1], q.shape[2])
-    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
-    rows = max(1, MAX_SCORES // (G * N_kv))
-    for b, h, first in itertools.product(range(B), range(H_kv), range(0, N_q, rows)):
-        of_q = slice(b, b + 1), slice(h * G, (h + 1) * G), slice(first, first + rows)
-        of_kv = slice(b, b + 1), slice(h, h + 1)
-        leaves = [x.double().requires_grad_() for x in (q[of_q], k[of_kv], v[of_kv])]
-        out, _ = attention_exact(*leaves, scale, right=first if causal else None)
-        found = torch.autograd.grad(out, leaves, grad[of_q].double())
-        dq[of_q] = found[0]
-        dk[of_kv] += found[1]
-        dv[of_kv] += found[2]
-    return dq, dk, dv
+def _gradients(by: str, q, k, v, grad, causal: bool, scale: float) -> Gradients:
+    """By SDPA or a recipe: on CPU one example and one head of k at a time, because the emulation
+    holds all scores. EXACT: in float64, of these a part of the rows at a time."""
 
+    def attend(q, k, v, first: int):
+        if by == EXACT:
+            return attention_exact(q, k, v, scale, right=first if causal else None)[0]
+        if by == SDPA:
+            given = dict(is_causal=causal, scale=scale, enable_gqa=True)
+            return F.scaled_dot_product_attention(q, k, v, **given)
+        return training_op(by)(q, k, v, causal, scale, False)[0]
 
-def _by(recipe: str, q, k, v, grad, causal: bool, scale: float) -> Gradients:
-    """Of SDPA or a recipe. The emulation holds all scores, so on CPU it gets one example and one
-    head of k at a time."""
-
-    def attend(q, k, v):
-        if recipe == SDPA:
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, scale=scale, enable_gqa=True
-            )
-        return training_op(recipe)(q, k, v, causal, scale, False)[0]
-
-    (B, H_kv), G = k.shape[:2], q.shape[1] // k.shape[1]
-    examples, heads = (1, 1) if q.device.type == "cpu" else (B, H_kv)
-    found = tuple(torch.empty_like(x) for x in (q, k, v))
-    for b, h in itertools.product(range(0, B, examples), range(0, H_kv, heads)):
-        batch = slice(b, b + examples)
-        of_q, of_kv = (batch, slice(h * G, (h + heads) * G)), (batch, slice(h, h + heads))
-        leaves = [x.requires_grad_() for x in (q[of_q], k[of_kv], v[of_kv])]
-        each = torch.autograd.grad(attend(*leaves), leaves, grad[of_q].to(q.dtype))
+    (B, H_kv, N_kv, _), (G, N_q), dtype = k.shape, (q.shape[1] // k.shape[1], q.shape[2]), q.dtype
+    examples, heads, rows = B, H_kv, N_q
+    if by == EXACT or q.device.type == "cpu":
+        examples, heads = 1, 1
+    if by == EXACT:
+        rows, dtype = max(1, MAX_SCORES // (G * N_kv)), torch.float64
+    found = tuple(torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+    starts = range(0, B, examples), range(0, H_kv, heads), range(0, N_q, rows)
+    for b, h, first in itertools.product(*starts):
+        of_kv = slice(b, b + examples), slice(h, h + heads)
+        of_q = of_kv[0], slice(h * G, (h + heads) * G), slice(first, first + rows)
+        leaves = [x.to(dtype).requires_grad_() for x in (q[of_q], k[of_kv], v[of_kv])]
+        each = torch.autograd.grad(attend(*leaves, first), leaves, grad[of_q].to(dtype))
         for whole, part, x in zip(found, (of_q, of_kv, of_kv), each, strict=True):
-            whole[part] = x
+            whole[part] += x
     return found

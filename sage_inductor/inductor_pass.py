@@ -5,7 +5,6 @@ options.
 
 import dataclasses
 import functools
-import logging
 from pathlib import Path
 
 import torch
@@ -13,14 +12,12 @@ import torch
 from sage_inductor import lowering, ops, patterns
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
-from sage_inductor.config import config
 from sage_inductor.ops.compat import CustomGraphPass, inductor_config, virtualized
+from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.sources import hash_of
+from sage_inductor.options import Settings, config, resolve
 from sage_inductor.policy import stages_of
 from sage_inductor.report import ends_in_graph_break, more_notes, raise_if_refused, record
-from sage_inductor.settings import Settings, resolve
-
-_log = logging.getLogger("sage_inductor")
 
 
 class SagePass(CustomGraphPass):
@@ -37,18 +34,13 @@ class SagePass(CustomGraphPass):
             return
         settings = self._settings()
         if stages_of(settings.policy):
-            self._warn_of_stages()
+            # A pass turns a graph into one other graph, not into one for each stage.
+            warn_once('rules of a policy that name a stage need backend="sage": they are left out')
         # Inductor applies a pre-grad pass to nested graphs too; a site is decided once.
         sites = rewrite(graph.owning_module, settings)
         record(sites, settings.policy, ends_in_graph_break(graph.owning_module))
         if settings.strict:
             raise_if_refused(sites)
-
-    @staticmethod
-    @functools.cache
-    def _warn_of_stages() -> None:
-        """Warn, once: a pass turns a graph into one other graph, not into one for each stage."""
-        _log.warning('rules of a policy that name a stage need backend="sage": they are left out')
 
     def uuid(self):
         settings = self._settings()
@@ -65,8 +57,8 @@ class SagePass(CustomGraphPass):
 # Files and folders in this one's folder that no graph depends on: they report what became of calls,
 # or call the rest. All others are hashed. So a new file is, until somebody lists it here.
 DECIDES_NOTHING = (
-    "__main__.py", "cli", "diagnose.py", "gradient_noise.py", "integrations", "measure.py",
-    "page.py", "report.py", "suggest.py",
+    "__main__.py", "cli", "diagnose.py", "findings.py", "gradient_noise.py", "integrations",
+    "measure.py", "page.py", "report.py", "suggest.py",
 )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,16 +26,16 @@ from sage_inductor import stages
 from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.choose.cost import Prediction
 from sage_inductor.choose.decide import decide, predicted
+from sage_inductor.findings import Finding, badness, keep_worst
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.visibility import as_4d
+from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import FULL, Band, Call
 from sage_inductor.patterns.call_shape import CallShape
-from sage_inductor.patterns.graph import graph_modules
 from sage_inductor.patterns.shared_kv import stacks
-from sage_inductor.settings import Settings
 
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
 STUDY = Settings(emulate=True, force=True)
@@ -47,12 +46,9 @@ MAX_SCORES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """The error of one recipe at one attention call; where that ran several times, at its worst.
-    Relative L1: sum |error| / sum |exact|."""
+class Row(Finding):
+    """Relative L1: sum |error| / sum |exact|."""
 
-    site: Site  # with the sizes it ran with
-    recipe: str  # or "sdpa": scaled_dot_product_attention in the model's own dtype
     cos_sim: float
     relative_l1: float
     rmse: float
@@ -61,9 +57,18 @@ class Row:
     predicted: Prediction | None = None  # its time and SDPA's, where such calls were timed
 
     @property
-    def badness(self) -> float:
-        """The relative L1, by which rows are compared."""
-        return badness(self.relative_l1)
+    def number(self) -> float:
+        return self.relative_l1
+
+    @property
+    def cells(self) -> tuple:
+        """A row for Diagnosis.COLUMNS."""
+        (head, of_head), (*where, of_row) = self.worst_head, self.worst_row
+        return (
+            self.where, self.site.spelling, *self.sizes, self.recipe, f"{self.cos_sim:.6f}",
+            self.relative_l1, self.rmse, head, of_head, ", ".join(map(str, where)), of_row,
+            *(self.predicted[1:3] if self.predicted else ("", "")),
+        )  # fmt: skip
 
 
 class Found:
@@ -71,15 +76,14 @@ class Found:
 
     def __init__(self, site: Site, autos: tuple[str, ...]):
         self.site, self.autos = site, autos
-        self.rows: dict[tuple[str | None, str], Row] = {}  # by stage and recipe
-        # By stage and recipe, of all runs together.
+        # By stage and recipe: the worst run, and the times of all runs together.
+        self.rows: dict[str | None, dict[str, Row]] = {}
         self.times: dict[str | None, dict[str, Prediction]] = {}
 
     def add(self, row: Row) -> None:
-        stage = row.site.stage
-        key = stage, row.recipe
-        self.rows[key] = max(self.rows.get(key, row), row, key=lambda row: row.badness)
-        if (time := row.predicted) is not None:
+        stage, time = row.site.stage, row.predicted
+        keep_worst(self.rows.setdefault(stage, {}), row.recipe, row)
+        if time is not None:
             times = self.times.setdefault(stage, {})
             known = times.get(row.recipe, time._replace(ours=0.0, sdpa=0.0))
             times[row.recipe] = known._replace(
@@ -89,10 +93,10 @@ class Found:
     @property
     def errors(self) -> dict[str | None, dict[str, float]]:
         """By stage and recipe: Row.badness."""
-        found: dict[str | None, dict[str, float]] = {}
-        for (stage, recipe), row in self.rows.items():
-            found.setdefault(stage, {})[recipe] = row.badness
-        return found
+        return {
+            stage: {recipe: row.badness for recipe, row in rows.items()}
+            for stage, rows in self.rows.items()
+        }
 
 
 class Measured:
@@ -110,7 +114,7 @@ class Measured:
     def run(self, run: Callable, model, args: tuple, kwargs: dict):
         """What `model` returns. run: backend.op_by_op's."""
         self.graphs.clear()
-        with contextlib.closing(CallProgress(len(self.calls))) as self.progress:
+        with contextlib.closing(call_progress(len(self.calls))) as self.progress:
             return run(model, args, kwargs)
 
     def see(self, gm: torch.fx.GraphModule) -> None:
@@ -124,10 +128,8 @@ class Measured:
             shape = CallShape.of(call)
             autos = auto_recipes(shape.capability, shape.head_dim)
             found = self.calls.setdefault(self._key(site), Found(site, autos))
-            ErrorProbe(call, found, self.recipes, lambda: self.progress.step())
-        self.progress.expect(len(self.calls) - known)
-        for module in graph_modules(gm):
-            module.recompile()
+            ErrorProbe(call, shape, found, self.recipes, lambda: self.progress.update())
+        self.progress.total += len(self.calls) - known
 
     def _key(self, site: Site) -> tuple:
         name = site.module, site.call
@@ -154,12 +156,13 @@ class ErrorProbe:
     """Measures an attention call whenever the graph is about to make it."""
 
     def __init__(
-        self, call: Call, found: Found, recipes: tuple[str, ...], done: Callable[[], None]
-    ):
+        self, call: Call, shape: CallShape, found: Found, recipes: tuple[str, ...],
+        done: Callable[[], None],
+    ):  # fmt: skip
         each = {name: dataclasses.replace(STUDY, recipe=name) for name in recipes}
         self.recipes = [name for name in recipes if decide(call, each[name]).recipe is not None]
         self.stacked = {name for name in self.recipes if stacks(call, NAMED[name])}
-        self.site, self.shape, self.scale = found.site, CallShape.of(call), call.scale
+        self.site, self.shape, self.scale = found.site, shape, call.scale
         self.found, self.done = found, done
         call.emit.insert(self.measure, (call.q, call.k, call.v, call.attn_mask), None)
 
@@ -177,37 +180,29 @@ class ErrorProbe:
         self.done()
 
 
-class CallProgress:
+def call_progress(total: int = 0):
     """How many calls are measured, on stderr; nothing is shown in the first seconds."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        tqdm = _Lines
+    return tqdm(desc="diagnose", unit=" calls", total=total, delay=QUIET_S, leave=False)
 
-    def __init__(self, expected: int = 0):
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            self.bar = None
-        else:
-            self.bar = tqdm(
-                desc="diagnose", unit=" calls", total=expected, delay=QUIET_S, leave=False
-            )
-        self.measured, self.expected = 0, expected
-        self.said = time.monotonic()
 
-    def expect(self, calls: int) -> None:
-        self.expected += calls
-        if self.bar is not None:
-            self.bar.total = self.expected
+class _Lines:
+    """In tqdm's place."""
 
-    def step(self) -> None:
-        self.measured += 1
-        if self.bar is not None:
-            self.bar.update()
-        elif time.monotonic() - self.said > QUIET_S:
+    def __init__(self, total: int, **_):
+        self.n, self.total, self.said = 0, total, time.monotonic()
+
+    def update(self) -> None:
+        self.n += 1
+        if time.monotonic() - self.said > QUIET_S:
             self.said = time.monotonic()
-            sys.stderr.write(f"diagnose: {self.measured} of {self.expected} calls measured\n")
+            sys.stderr.write(f"diagnose: {self.n} of {self.total} calls measured\n")
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        pass
 
 
 # -- errors ----
@@ -259,11 +254,6 @@ def compare(actual: Tensor, exact: Tensor) -> dict[str, float]:
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
     return torch.where(error == 0, 0.0, error / size)  # a row that sees nothing is 0, and right
-
-
-def badness(error: float) -> float:
-    """Errors in order: nothing is worse than NaN."""
-    return math.inf if math.isnan(error) else error
 
 
 def errors_of(

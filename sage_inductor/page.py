@@ -1,10 +1,12 @@
-"""One HTML page, complete in itself: tables that sort and filter, a heat map, no other file.
+"""Tables, as text and as HTML, and one HTML page that needs no other file: its tables sort and
+filter.
 
-`page` writes a document, `table` a part of one (a notebook shows it as it is: nothing in it needs
-the script). Text is escaped here, and only here.
+`write` makes a document, `Table.html` a part of one (a notebook shows it as it is: nothing in it
+needs the script). Text is escaped here, and only here.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
@@ -15,19 +17,43 @@ class Folded(NamedTuple):
 
     short: str
     text: str
+    plain: str  # what a table of text shows
 
 
 Cell = str | int | float | Folded
 
 
-def page(title: str, *parts: str) -> str:
-    """A document of `parts`, which are HTML."""
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        f"</title><style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n"
-        + "\n".join(parts)
-        + f"\n<script>{_SCRIPT}</script></body></html>\n"
-    )
+class Table(NamedTuple):
+    columns: Sequence[str]  # names
+    rows: Sequence[Sequence[Cell]]  # each has a cell for every column
+
+    def text(self, digits: int = 6) -> str:
+        """Aligned columns, a line under the first row. digits: of a float."""
+        rows = [tuple(plain(cell, digits) for cell in row) for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(self.columns, *rows, strict=True)]
+        lines = [self.columns, ["-" * w for w in widths], *rows]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(x, widths, strict=True)) for x in lines]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def html(self) -> str:
+        """In a page it sorts by the column that is clicked, numbers as numbers (NaN above all), and
+        one with a column "module" has a field that leaves the rows whose module holds what is
+        typed; * stands for any text."""
+        head = "".join(f'<th title="sort">{escape(name)}</th>' for name in self.columns)
+        lines = ("".join(map(_cell, row)) for row in self.rows)
+        body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+        return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
+
+
+def write(path: str | os.PathLike, title: str, *parts: str) -> None:
+    """A document of `parts`, which are HTML. Raises OSError if it cannot be written."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(
+            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
+            f"</title><style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n"
+            + "\n".join(parts)
+            + f"\n<script>{_SCRIPT}</script></body></html>\n"
+        )
 
 
 def paragraph(text: str) -> str:
@@ -44,14 +70,10 @@ def folded(short: str, part: str) -> str:
     return f"<details><summary>{escape(short)}</summary>\n{part}</details>"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """A table. In a `page` it sorts by the column that is clicked, numbers as numbers (NaN above
-    all), and one with a column "module" has a field that leaves the rows whose module holds what is
-    typed; * stands for any text."""
-    head = "".join(f'<th title="sort">{escape(name)}</th>' for name in columns)
-    lines = ("".join(map(_cell, row)) for row in rows)
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
+def plain(cell: Cell, digits: int) -> str:
+    if isinstance(cell, float):
+        return f"{cell:.{digits}g}"
+    return cell.plain if isinstance(cell, Folded) else str(cell)
 
 
 def _cell(cell: Cell) -> str:

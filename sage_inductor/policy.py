@@ -20,14 +20,13 @@ call that no rule fits asks for ``sage.recipe``.
 """
 
 import collections
+import contextlib
 import dataclasses
 import fnmatch
-import functools
 import json
-import logging
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +35,12 @@ from sage_inductor import names, stages
 from sage_inductor.names import RecipeOption, TrainingOption
 from sage_inductor.ops import compat
 from sage_inductor.ops.formats import HEAD_DIMS
+from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.selector import Selection
 from sage_inductor.session import session
 
 VERSION = 1
-_log = logging.getLogger("sage_inductor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +146,7 @@ class Policy:
         for number, rule in enumerate(self.rules, 1):
             if not isinstance(rule, Rule):
                 raise ValueError(f"Policy: rule {number}: must be a Rule, got {rule!r}")
-        object.__setattr__(self, "rules", from_python([_given(rule) for rule in self.rules]))
+        object.__setattr__(self, "rules", from_python(self.rules))
 
     def __repr__(self):
         return f"Policy({[_given(rule) for rule in self.rules]})"
@@ -158,7 +157,7 @@ class Policy:
         try:
             with open(path, "rb") as file:
                 text = file.read().decode()
-            whole = _parse(text)
+            whole = json.loads(text, object_pairs_hook=_Object)
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
@@ -169,10 +168,9 @@ class Policy:
             hint = " (a comma before the end?)" * comma
             raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}{hint}") from None
         try:
-            rules = _rules(whole)
-        except _Invalid as error:
+            return cls(_rules(whole))
+        except ValueError as error:
             raise ValueError(f"{path}:{_line(text, error.path)}: {error}") from None
-        return cls(rules)
 
     def save(self, path: str | os.PathLike, note=None) -> None:
         """Write the file that `load` reads, with a `note`: any JSON. Raises OSError if it cannot be
@@ -279,7 +277,7 @@ def _of_file(path: str) -> tuple[Rule, ...]:
     if path not in read:
         read[path] = version, _read(path)
     if read[path][0] != version:
-        _warn_once(f"{path} has changed: graphs have what it said before, until "
+        warn_once(f"{path} has changed: graphs have what it said before, until "
                    "torch._dynamo.reset() is called")  # fmt: skip
     return read[path][1]
 
@@ -290,13 +288,8 @@ def _read(path: str) -> tuple[Rule, ...]:
     except ValueError as error:
         if path not in _rules_of_files:
             raise
-        _warn_once(f"{error}: the policy stays what this file said before")
+        warn_once(f"{error}: the policy stays what this file said before")
     return _rules_of_files[path]
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    _log.warning("%s", text)
 
 
 def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:
@@ -304,12 +297,7 @@ def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:
     if not isinstance(given, dict):
         rules = [_given(rule) if isinstance(rule, Rule) else rule for rule in given]
         given = {"version": VERSION, "rules": rules}
-    try:
-        return _rules(_parse(json.dumps(given)))
-    except _Invalid as error:
-        raise ValueError(str(error)) from None
-    except TypeError as error:
-        raise ValueError(f"must be what JSON can say: {error}") from None
+    return _rules(given)
 
 
 def ask(function: Callable, call: CallDescription) -> str | None:
@@ -328,75 +316,80 @@ def ask(function: Callable, call: CallDescription) -> str | None:
 # -- what a file may say ----
 
 
-class _Invalid(ValueError):
-    """path: names and indices that lead from what is read to what is wrong in it."""
+@contextlib.contextmanager
+def _at(*path: str | int, of: str = "") -> Iterator[None]:
+    """Within, a ValueError is about what these names and indices lead to: its `path`, from what is
+    read on. of: the beginning of its message."""
+    try:
+        yield
+    except ValueError as error:
+        found = ValueError(of + str(error))
+        found.path = (*path, *getattr(error, "path", ()))
+        raise found from None
 
-    def __init__(self, reason: str, *path: str | int):
-        super().__init__(reason)
-        self.path = path
 
-
+@_at()
 def _rules(whole) -> tuple[Rule, ...]:
     if not isinstance(whole, dict):
-        raise _Invalid('a policy must be {"version": 1, "rules": [...]}')
+        raise ValueError('a policy must be {"version": 1, "rules": [...]}')
     _check_keys(whole, ("version", "rules", "note"), ("version", "rules"))
-    version, rules = whole["version"], whole["rules"]
-    if not _is_integer(version, 1, VERSION):
-        raise _Invalid(f"version must be {VERSION}, got {_text(version)}", "version")
-    if not isinstance(rules, list):
-        raise _Invalid(f"rules must be a list, got {_text(rules)}", "rules")
-    return tuple(_rule(i, rule) for i, rule in enumerate(rules))
+    version, rules, found = whole["version"], whole["rules"], []
+    with _at("version"):
+        _must(_is_integer(version, 1, VERSION), f"version must be {VERSION}", version)
+    with _at("rules"):
+        _must(isinstance(rules, (list, tuple)), "rules must be a list", rules)
+    for i, rule in enumerate(rules):
+        with _at("rules", i, of=f"rule {i + 1}: "):
+            found.append(_rule(rule))
+    return tuple(found)
 
 
-def _rule(i: int, rule) -> Rule:
-    try:
-        if not isinstance(rule, dict):
-            raise _Invalid(f'must be {{"recipe": ..., ...}}, got {_text(rule)}')
-        _check_keys(rule, (*FIELDS, "note"), ("recipe",))
-        fields = {}
-        for name, value in rule.items():
-            try:
-                if name != "note":
-                    fields[name] = _field(name, value)
-            except ValueError as error:  # of a part of it, with a path, or of all
-                raise _Invalid(str(error), name, *getattr(error, "path", ())) from None
-        found = Rule(**fields)
+def _rule(rule) -> Rule:
+    _must(isinstance(rule, dict), 'must be {"recipe": ..., ...}', rule)
+    _check_keys(rule, (*FIELDS, "note"), ("recipe",))
+    fields = {}
+    for name, value in rule.items():
+        with _at(name):
+            if name != "note":
+                fields[name] = _field(name, value)
+    found = Rule(**fields)
+    with _at("recipe"):
         if found.keep is not None and found.recipe in (names.AUTO, names.OFF):
             what = "beside keep, recipe must be the name of one"
-            raise _Invalid(f"{what}, got {found.recipe!r}", "recipe")
-        return found
-    except _Invalid as error:
-        raise _Invalid(f"rule {i + 1}: {error}", "rules", i, *error.path) from None
+            raise ValueError(f"{what}, got {found.recipe!r}")
+    return found
+
+
+def _must(holds: bool, what: str, value) -> None:
+    if not holds:
+        got = json.dumps(value, ensure_ascii=False, default=repr)
+        raise ValueError(f"{what}, got {got}")
 
 
 def _field(name: str, value):
-    """A field of Rule from what the file says."""
+    """A field of Rule from what is given for it."""
     if check := {"recipe": names.check_recipe, "training": names.check_training}.get(name):
         return check(name, value)
     if check := {"stage": stages.check, "keep": _keep}.get(name):
         return check(value)
     if name == "module":
-        if not isinstance(value, str):
-            raise ValueError(f"module must be a string, got {_text(value)}")
+        _must(isinstance(value, str), "module must be a string", value)
         return value
+    is_list = isinstance(value, (list, tuple))
     if name == "head_dim":
-        several = value if isinstance(value, list) else [value]
-        if not several or not all(_is_integer(x, 1, HEAD_DIMS[-1]) for x in several):
-            what = f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such"
-            raise ValueError(f"{what}, got {_text(value)}")
+        several = value if is_list else [value]
+        valid = several and all(_is_integer(x, 1, HEAD_DIMS[-1]) for x in several)
+        what = f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such"
+        _must(valid, what, value)
         return tuple(several)
     minimum, one = (0, "a number or ") if name == "layer" else (1, "")
-    if name == "layer" and _is_integer(value, minimum):
+    if one and _is_integer(value, minimum):
         return value, value
-    if not (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(x is None or _is_integer(x, minimum) for x in value)
-    ):
-        what = f"{name} must be {one}[from, to], numbers from {minimum} on or null"
-        raise ValueError(f"{what}, got {_text(value)}")
-    if None not in value and value[0] > value[1]:
-        raise ValueError(f"{name} must not be an empty range, got {_text(value)}")
+    valid = is_list and len(value) == 2
+    valid = valid and all(x is None or _is_integer(x, minimum) for x in value)
+    _must(valid, f"{name} must be {one}[from, to], numbers from {minimum} on or null", value)
+    is_empty = None not in value and value[0] > value[1]
+    _must(not is_empty, f"{name} must not be an empty range", value)
     return tuple(value)
 
 
@@ -408,23 +401,22 @@ def _keep(value) -> Selection:
     are_fractions = all(
         _is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in fractions
     )
-    if not are_fractions or keep[:2] == (0, 0) or not all(_is_integer(x, 0) for x in tokens):
-        raise ValueError(
-            f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
-            f"fractions, the first two not both 0, and two numbers of tokens, got {_text(value)}"
-        )
+    valid = are_fractions and keep[:2] != (0, 0) and all(_is_integer(x, 0) for x in tokens)
+    what = f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
+    _must(valid, what + "fractions, the first two not both 0, and two numbers of tokens", value)
     return keep
 
 
 def _check_keys(given: dict, valid: tuple[str, ...], needed: tuple[str, ...]) -> None:
     for name in given:
-        if name not in valid:
-            raise _Invalid(names.unknown(name, valid, ""), name)
-        if (count := getattr(given, "counts", {}).get(name, 1)) > 1:
-            raise _Invalid(f"{name} is given {count} times", name)
+        with _at(name):
+            if name not in valid:
+                raise ValueError(names.unknown(str(name), valid, ""))
+            if (count := getattr(given, "counts", {}).get(name, 1)) > 1:
+                raise ValueError(f"{name} is given {count} times")
     for name in needed:
         if name not in given:
-            raise _Invalid(f"{name} is missing")
+            raise ValueError(f"{name} is missing")
 
 
 def _is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
@@ -440,10 +432,6 @@ class _Object(dict):
     def __init__(self, pairs: list[tuple]):
         super().__init__(pairs)
         self.counts = collections.Counter(name for name, _ in pairs)
-
-
-_parse = functools.partial(json.loads, object_pairs_hook=_Object)
-_text = functools.partial(json.dumps, ensure_ascii=False)
 
 
 def _line(text: str, path: tuple[str | int, ...]) -> int:

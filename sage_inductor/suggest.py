@@ -23,31 +23,26 @@ class Total(NamedTuple):
     sdpa_ms: float
 
 
-def suggestion(calls: list[Found], tolerance: float) -> tuple[dict, dict]:
-    """Diagnosis.by_stage, with the recipes of no stage as those of None, and totals."""
-    stages = dict.fromkeys(stage for call in calls for stage in call.errors)
-    by_stage = {stage: suggested(calls, tolerance, stage) for stage in stages}
-    return by_stage, totals(calls, by_stage)
-
-
-def suggested(calls: list[Found], tolerance: float, stage: str | None) -> dict[str, str]:
-    """The recipe of each module measured in a stage."""
-    modules = collections.defaultdict(list)
+def suggested(calls: list[Found], tolerance: float) -> dict[str | None, dict[str, str]]:
+    """By stage: the recipe of each module that was measured in it."""
+    modules = collections.defaultdict(lambda: collections.defaultdict(list))
     for call in calls:
-        if errors := call.errors.get(stage):
-            modules[call.site.module].append((errors, call.autos))
+        for stage, errors in call.errors.items():
+            modules[stage][call.site.module].append((errors, call.autos))
 
-    def serves(recipe: str, errors: dict[str, float]) -> bool:
-        return recipe in errors and errors[recipe] <= tolerance
+    def recipe(found: list[tuple[dict, tuple]]) -> str:
+        def serves(recipe: str, errors: dict[str, float]) -> bool:
+            return recipe in errors and errors[recipe] <= tolerance
 
-    suggested = {}
-    for module, found in modules.items():
         if all(serves(recipe, errors) for errors, autos in found for recipe in autos):
-            suggested[module] = AUTO
-        else:
-            serving = (r for r in BY_SPEED if all(serves(r, errors) for errors, _ in found))
-            suggested[module] = next(serving, OFF)
-    return suggested
+            return AUTO
+        serving = (r for r in BY_SPEED if all(serves(r, errors) for errors, _ in found))
+        return next(serving, OFF)
+
+    return {
+        stage: {module: recipe(found) for module, found in of.items()}
+        for stage, of in modules.items()
+    }
 
 
 def totals(calls: list[Found], by_stage: dict[str | None, dict]) -> dict[str, Total]:

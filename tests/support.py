@@ -65,7 +65,7 @@ def config_anew(monkeypatch, **environment):
     """sage_inductor.config as another process would have it: beside the one that is in force."""
     for name, value in environment.items():
         monkeypatch.setenv(f"SAGE_INDUCTOR_{name}", value)
-    found = runpy.run_path(Path(backend.__file__).with_name("config.py"))
+    found = runpy.run_path(Path(backend.__file__).with_name("options.py"))
     return SimpleNamespace(**vars(found["config"]))
 
 

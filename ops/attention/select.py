@@ -6,7 +6,6 @@ of a `Problem`). Which kernel runs also depends on strides and addresses (`launc
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import nvfp4, tiles, triton
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, as_stored, schema_of
+from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.quantize.one_pass import launch_kv, overlaps
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
@@ -90,7 +90,7 @@ def _attend(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> tu
     mask = None if a.attn_mask is None else a.attn_mask.dtype
     lost = tiles.hopper_unavailable(capability)
     if lost and tiles.suits_hopper(a.decoded, a.head_dim, mask):
-        _warn_once(lost)
+        warn_once(lost)
     capped = {} if tile.maxnreg is None else {"tma": True, "maxnreg": tile.maxnreg}
     return triton.launch(a, tile, run, **capped)
 
@@ -98,11 +98,6 @@ def _attend(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> tu
 def _tile(a: AttentionCall, capability: tuple[int, int] | None) -> Tile:
     masked = a.attn_mask is not None
     return select(Problem(capability, a.decoded, a.head_dim, masked, a.blocks.size))
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger("sage_inductor").warning(message)
 
 
 def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | None:

@@ -27,8 +27,8 @@ from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
-from sage_inductor.ops.register import OPAQUE, autocast, launches
-from sage_inductor.ops.training.gradients import check_trained, no_second_gradient
+from sage_inductor.ops.register import OPAQUE, launches
+from sage_inductor.ops.training.gradients import check_trained, register_gradient
 from sage_inductor.ops.training.kernels import (
     empty_codes,
     launch_backward,
@@ -120,22 +120,11 @@ def _(grad, v, out, lse, q_codes, q_scale, k_codes, k_scale, is_causal, scale, o
     return _empty_gradients(grad, v, out_bnhd)
 
 
-def _save(ctx, inputs, output) -> None:
-    _, _, v, ctx.is_causal, ctx.scale, ctx.out_bnhd = inputs
-    ctx.save_for_backward(v, *output)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # zeros of all codes
+def _keep(q, k, v, *numbers):
+    return (v,), numbers
 
 
-def _backward(ctx, grad, *_):
-    given = ctx.saved_tensors
-    gradients = sagebwd_backward(grad, *given, ctx.is_causal, ctx.scale, ctx.out_bnhd)
-    return *gradients, None, None, None
-
-
-sagebwd.register_autograd(_backward, setup_context=_save)
-sagebwd_backward.register_autograd(no_second_gradient("sagebwd"))
-autocast("sagebwd")
+register_gradient("sagebwd", sagebwd, sagebwd_backward, _keep)
 launches(torch.ops.sage.sagebwd.default, _launch)
 launches(torch.ops.sage.sagebwd_backward.default, _launch_backward)
 OPAQUE.update((torch.ops.sage.sagebwd.default, torch.ops.sage.sagebwd_backward.default))

@@ -13,6 +13,7 @@ settings' recipe.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -31,8 +32,9 @@ from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
+from sage_inductor.options import Settings
 from sage_inductor.patterns import reasons
-from sage_inductor.patterns.call import Call, Decision, Site, module_path
+from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.call_shape import CallShape, hint
 from sage_inductor.patterns.eligible import (
     why_not,
@@ -41,10 +43,10 @@ from sage_inductor.patterns.eligible import (
     why_not_trained,
 )
 from sage_inductor.patterns.graph import as_int, guarded, specialised, statically_true, value_of
+from sage_inductor.patterns.module_path import module_path
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, layer_of
-from sage_inductor.settings import Settings
 
 # Queries and keys from which block lists beat compiled flex_attention. The preparation of k and v
 # weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:
@@ -286,16 +288,27 @@ def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Decisi
         return Decision(None, reasons.UNTIMED(what, missing, why))
     sdpa = min(times.values())
     rows = [Prediction(name, ms, sdpa, 0.0, warpgroups) for (name, warpgroups), ms in ours.items()]
+
+    def lost(best: Prediction) -> Reason:
+        how = "faster" if best.speedup < 1 else "as fast"
+        return reasons.TIMED_SLOWER(what, how, best.speedup, why)
+
+    def won(best: Prediction) -> str:
+        tile = Candidate(best.recipe, best.warpgroups).tile
+        is_torchs = case.flash_attention == families.TORCHS_FLASH
+        flash = "" if is_torchs else f"; SDPA's flash attention is {case.flash_attention}"
+        return f"{what}: {best.speedup:.2f}x the fastest of SDPA{tile and ','}{tile}{why}{flash}"
+
+    return _best(rows, won, lost)
+
+
+def _best(rows: list[Prediction], won: Callable, lost: Callable) -> Decision:
+    """The fastest of the recipes, of which the first mostly is, if it beats SDPA; by times that are
+    measured or predicted. won, lost: the reason of either, for the best."""
     best = cost.fastest(rows)
     if not best.wins:
-        how = "faster" if best.speedup < 1 else "as fast"
-        slower = reasons.TIMED_SLOWER(what, how, best.speedup, why)
-        return Decision(None, slower, times=best[1:3])
-    tile = Candidate(best.recipe, best.warpgroups).tile
-    reason = f"{what}: {best.speedup:.2f}x the fastest of SDPA{tile and ','}{tile}{why}"
-    if case.flash_attention != families.TORCHS_FLASH:
-        reason += f"; SDPA's flash attention is {case.flash_attention}"
-    return Decision(best.recipe, reason, best.warpgroups, times=best[1:3])
+        return Decision(None, lost(best), times=best[1:3])
+    return Decision(best.recipe, won(best), best.warpgroups, times=best[1:3])
 
 
 def _predicted(
@@ -337,10 +350,8 @@ def _predicted(
         return tables.predict(gpu, family, name, sizes, stacked[name])
 
     if fixed:
-        best = cost.fastest([predict(name) for name in known])
-        if not best.wins:
-            return Decision(None, reasons.NO_SPEEDUP(what(best.recipe), best), times=best[1:3])
-        return Decision(best.recipe, str(best), times=best[1:3])
+        rows = [predict(name) for name in known]
+        return _best(rows, str, lambda best: reasons.NO_SPEEDUP(what(best.recipe), best))
     refused = []
     for name in known:
         first = cost.first_length(lambda N, name=name: predict(name, N).wins)

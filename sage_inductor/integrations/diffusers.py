@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.config import config
 from sage_inductor.functional import attention
+from sage_inductor.options import config
 from sage_inductor.parallel import gather_attention
 
 NAME = "sage_inductor"

@@ -350,7 +350,7 @@ def test_what_decides_is_as_asked_and_never_what_the_user_has_measured(
     with regret.decisions_by(data):
         found = tables.known(tables.H200)
         assert found == (() if data == "calibrated" else (built_in,))
-        assert regret.settings.resolve({}).calibrate == (data != "built-in")
+        assert regret.options.resolve({}).calibrate == (data != "built-in")
         site = regret.decided(regret.captured(LONG, CUDA))
         assert site.rewritten == (data != "calibrated"), site.reason
         assert not list(tables.path_of(tables.H200).parent.iterdir())

@@ -291,7 +291,8 @@ def test_the_lengths_of_decoding_are_decided_once(monkeypatch):
     assert len(sage_inductor.report()) == 1
 
     def is_one_kind():
-        return kept(q, k, v) == kept(q, k[:, :, 1:], v[:, :, 1:])
+        calls = (q, k, v), (q, k[:, :, 1:], v[:, :, 1:])
+        return len({functional._kind(kept(*call), call) for call in calls}) == 1
 
     for shortest, one in ((1, False), (2, True)):
         monkeypatch.setattr(cost, "SHORTEST", shortest)
@@ -308,7 +309,6 @@ def kept(*tensors, given=(False, None, False, "auto", False), module=""):
 
 
 def test_the_key_of_a_kept_decision_holds_all_that_decides(monkeypatch):
-    """Of a call that may be quantized, and of one that is too short by every policy."""
     q, k, v = inputs()
     mask = torch.ones(2, 4, 40, 24)
     few = dict(given=(True, None, False, "auto", False))
@@ -325,6 +325,7 @@ def test_the_key_of_a_kept_decision_holds_all_that_decides(monkeypatch):
         lambda: kept(q, k, v, mask[..., 1:]),  # refused
         lambda: kept(q, k, v, mask[:, :, 1:]),  # refused
         lambda: kept(q.clone().requires_grad_(), k, v),
+        lambda: kept(q.to_sparse(), k, v),
         lambda: kept(q, k, v, **few),
         *(lambda i=i, x=x: kept(q, k, v, given=(*few["given"][:i], x, *few["given"][i + 1 :]))
           for i, x in enumerate((True, 0.5, True, "sage1", True)) if i),
@@ -338,8 +339,7 @@ def test_the_key_of_a_kept_decision_holds_all_that_decides(monkeypatch):
         lambda: config.patch(strict=True)(kept)(q, k, v),
         lambda: sage_inductor.stage("edge")(kept)(q, k, v),
     ]  # fmt: skip
-    for shortest in (0, cost.SHORTEST):
-        monkeypatch.setattr(cost, "SHORTEST", shortest)
+    for _ in range(2):
         keys = [kept(q, k, v), *(other() for other in others)]
         assert None not in keys and len(set(keys)) == len(keys)
         assert kept(*(x.clone() for x in (q, k, v))) == keys[0]
@@ -349,30 +349,42 @@ def test_the_key_of_a_kept_decision_holds_all_that_decides(monkeypatch):
         assert kept(q, k, v) not in keys
         config.recipe = "auto"
         assert kept(q, k, v) == keys[0]
-    monkeypatch.setattr(
-        cost, "SHORTEST", 0
-    )  # of a call that is not too short, its strides and lengths
     different = (
         kept(q.contiguous(), k, v),
         kept(q[:, :, 1:], k, v),
         kept(q, k[:, :, 1:], v[:, :, 1:]),
+        kept(q.to_sparse(), k, v),
+        kept(q.to("meta"), k, v),
     )
-    assert len({kept(q, k, v), *different}) == 4
-    for x in (
-        q.to_sparse(),
-        q.to("meta"),
-        torch.nested.nested_tensor([torch.randn(2, 8, 4)]),
-        q.as_subclass(Tagged),
-    ):
+    assert len({kept(q, k, v), *different}) == 6
+    for x in (torch.nested.nested_tensor([torch.randn(2, 8, 4)]), q.as_subclass(Tagged)):
         assert kept(x, k, v) is None
+    exact = functional._key
+    monkeypatch.setattr(functional, "_key", lambda x, *to: functional._kind(exact(x, *to), x))
+    kinds = {kept(q, k, v), *(other() for other in others)}
+    assert len(kinds) == len(others) - 2  # three differ from another by lengths alone
 
 
 class Tagged(torch.Tensor):
     pass
 
 
+@pytest.mark.parametrize("emulate", [False, True])
+@torch.no_grad()
+def test_the_function_itself_can_be_compiled(emulate):
+    """Dynamo traces it then, instead of leaving it as one call."""
+    q, k, v = inputs()
+    with config.patch(emulate=emulate):
+        for given in ({}, {"is_causal": True, "scale": 0.3, "return_lse": True}):
+            torch._dynamo.reset()
+            compiled = torch.compile(attention, backend="sage", fullgraph=True)(q, k, v, **given)
+            (site,) = sage_inductor.report()
+            assert site.rewritten == emulate
+            torch.testing.assert_close(compiled, attention(q, k, v, **given))
+
+
 def test_an_eager_call_that_stays_takes_few_calls_of_python():
-    """SDPA takes 17 to 26 us on a CPU, a call of Python 0.1. Deciding took 60 of them."""
+    """SDPA takes 6 us on a CPU, and this twice as much. Deciding took 60 calls of Python."""
     q, k, v = inputs()
     attention(q, k, v)
     names = []
@@ -381,7 +393,7 @@ def test_an_eager_call_that_stays_takes_few_calls_of_python():
         attention(q, k, v)
     finally:
         sys.setprofile(None)
-    assert len(names) <= 14, names
+    assert len(names) <= 8, names
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vjp])
@@ -437,7 +449,7 @@ def test_whatever_a_decision_depends_on_is_asked_about_anew(monkeypatch):
     assert call(q, k, v) == 8
     kinds = len(session().runs)
     monkeypatch.setattr(families, "flash_attention", lambda: "FA3")
-    assert call(q, k, v) == 8 and len(session().runs) == kinds + 1
+    assert call(q, k, v) == 8 and len(session().runs) > kinds
 
 
 def test_strict_refuses_a_call_that_stays():

@@ -28,11 +28,11 @@ from torch._inductor import compile_fx
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import SageOptionError, SageRefused, config, inductor_pass, options, settings
+from sage_inductor import SageOptionError, SageRefused, config, inductor_pass, options
 from sage_inductor.backend import sage_backend
 from sage_inductor.ops import sources
+from sage_inductor.options import Settings
 from sage_inductor.policy import Rule
-from sage_inductor.settings import Settings
 
 EMULATE = {"sage.emulate": True}
 
@@ -170,8 +170,8 @@ def test_a_row_of_the_table_is_an_option_a_setting_and_a_field(monkeypatch):
                 assert option.default == config.to_dict()[name] == getattr(config, name)
         if name in options.OPTIONS:
             given = "max-autotune-no-cudagraphs" if name == "mode" else option.default
-            found = settings.split({f"sage.{name}": given})[0]
-            assert found == {name: given} and getattr(settings.resolve(found), name) in (given, ())
+            found = options.split({f"sage.{name}": given})[0]
+            assert found == {name: given} and getattr(options.resolve(found), name) in (given, ())
     assert vars(defaults) == {name: x.default for name, x in options.SETTINGS.items()}
     assert {*options.OPTIONS} ^ {*options.SETTINGS} == {"mode", "rewrite_inductor"}
 

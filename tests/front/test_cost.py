@@ -374,3 +374,9 @@ def test_too_few_sizes_are_refused():
     times.popitem()
     with pytest.raises(ValueError, match="4 sizes were timed, a prediction needs 5"):
         cost.fit(times, 132)
+
+
+def test_rotation_takes_its_time_for_each_row_of_each_batch():
+    one, four = (cost.Sizes(B, 32, 8, 1024, 2048) for B in (1, 4))
+    assert four.rotation(128) == pytest.approx(4 * one.rotation(128))
+    assert one.rotation(72) == pytest.approx(cost.ROTATION * 128 * (32 * 1024 + 8 * 2048))

@@ -27,7 +27,6 @@ from torch.nn.attention import (
 )
 
 from sage_inductor import Policy, diagnose, names, options, patterns
-from sage_inductor import settings as asked_for
 from sage_inductor.choose import cost, families, tables, timing
 from sage_inductor.choose.candidates import recipes_of
 from sage_inductor.choose.decide import decide as decide_call
@@ -37,11 +36,11 @@ from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.visibility import BlockLists
+from sage_inductor.options import Settings
 from sage_inductor.patterns import eligible
 from sage_inductor.patterns.call import Band, Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex
 from sage_inductor.policy import Rule
-from sage_inductor.settings import Settings
 
 MASKS = {
     "window": lambda B, N: torch.empty(N, N, dtype=torch.bool, device="cuda"),
@@ -922,7 +921,7 @@ def test_max_autotune_races_what_the_first_rule_that_fits_allows(
     monkeypatch.setattr(timing, "benchmark", clock)
     path = str(tmp_path / "policy.json")
     Policy(rules).save(path)
-    asked = asked_for.resolve({"mode": "max-autotune", "policy": path})
+    asked = options.resolve({"mode": "max-autotune", "policy": path})
     site = decide(SHORT, **vars(asked))
     assert (site.recipe, site.reason) == (recipe, reason)
     assert {tuple(dict(case.candidates)) for case in clock.cases} == raced

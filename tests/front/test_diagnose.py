@@ -146,7 +146,7 @@ def test_no_two_recipes_have_one_rank():
 
 def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_tolerance():
     def suggested(**errors):
-        return suggest.suggested([probe("m", **errors)], 0.05, None)["m"]
+        return suggest.suggested([probe("m", **errors)], 0.05)[None]["m"]
 
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.05) == "auto"
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.06) == "sage2-8b-per-token"

@@ -135,7 +135,7 @@ def test_exact_gradients_are_autograds_in_float64(is_causal, at_once, monkeypatc
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out = sdpa(*leaves, is_causal=is_causal, scale=0.3, enable_gqa=True)
     expected = torch.autograd.grad(out, leaves, grad.double())
-    found = NOISE._exact_gradients(q, k, v, grad, is_causal, 0.3)
+    found = NOISE._gradients(NOISE.EXACT, q, k, v, grad, is_causal, 0.3)
     for x, y in zip(found, expected, strict=True):
         assert x.dtype == torch.float64
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
@@ -153,7 +153,7 @@ def test_a_head_and_an_example_at_a_time_are_all_of_them(recipe, is_causal):
         op = {"fp8-backward": torch.ops.sage.rowscaled, "sagebwd": torch.ops.sage.sagebwd}[recipe]
         out = op(*leaves, is_causal, 0.3, False)[0]
     expected = torch.autograd.grad(out, leaves, grad)
-    found = NOISE._by(recipe, q, k, v, grad, is_causal, 0.3)
+    found = NOISE._gradients(recipe, q, k, v, grad, is_causal, 0.3)
     torch.testing.assert_close(found, expected)
     assert not any(x.requires_grad for x in (q, k, v))
 

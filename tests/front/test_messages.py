@@ -168,8 +168,9 @@ class Block(nn.Module):
 def test_explain_of_a_module_in_eval_mode_shows_what_inference_sees(make, needs_grad, infers):
     x = torch.randn(1, 2, 128, 16, requires_grad=needs_grad)
     options = {"sage.emulate": True, "sage.training": "sagebwd"}
-    (site,) = sage_inductor.explain(make(), options=options)(x)
-    assert ("backward" in site.reason) != infers and site.rewritten
+    for given, named in (((x,), {}), ((), {"x": x})):
+        (site,) = sage_inductor.explain(make(), options=options)(*given, **named)
+        assert ("backward" in site.reason) != infers and site.rewritten
     with torch.no_grad():
         (site,) = sage_inductor.explain(make(), options=options)(x)
     assert "backward" not in site.reason

@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import sage_inductor
 from sage_inductor import Rule
 from sage_inductor.choose import decide
-from sage_inductor.settings import Settings
+from sage_inductor.options import Settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytestmark = pytest.mark.models

@@ -1249,7 +1249,7 @@ def rates_by_files(group, folder: str, seconds: float) -> tuple:
         mock.patch.object(peers, "of", lambda *_: memory),
     ):
         rates = transport._measure(group, torch.device("cpu"))
-    said = peers._said(bytes([group.rank(), 7]), group, torch.device("cpu"))
+    said = exchange.said(bytes([group.rank(), 7]), group, torch.device("cpu"))
     return rates, memory.did, said
 
 
@@ -1260,7 +1260,7 @@ def test_memory_is_used_if_it_is_written_faster_than_collectives_send(
     for rates, did, said in ranks(rates_by_files, *[(str(tmp_path), seconds)] * 2):
         assert rates.put == (transport.SENT["cpu"] / 2 / seconds if used else 0)
         assert did == ["arrive"] + ["given up"] * (not used)
-        assert said == [[0, 7], [1, 7]]
+        assert said == [b"\0\7", b"\1\7"]
 
 
 def test_a_rate_is_that_of_one_call_of_several(monkeypatch):

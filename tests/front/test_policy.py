@@ -20,8 +20,8 @@ from sage_inductor.choose.decide import decide, rewrite
 from sage_inductor.inductor_pass import SagePass
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.selector import Selection
+from sage_inductor.options import Settings
 from sage_inductor.policy import Rule, layer_of, unmatched
-from sage_inductor.settings import Settings
 
 EMULATE = {"sage.emulate": True}
 
@@ -464,7 +464,9 @@ def raises(call):
             "rule 2: layer must not be an empty range",
         ),
         ({"rules": []}, "sage.policy: version is missing"),
-        ([{"recipe": {1}}], "sage.policy: must be what JSON can say: .*set"),
+        ([{"recipe": {1}}], "sage.policy: rule 1: recipe must be one of .* got [{]1}"),
+        ([{"recipe": "off", "layer": {1}}], r"rule 1: layer must be .* got \"[{]1}\""),
+        (({"recipe": "off", 3: 4},), "sage.policy: rule 1: 3 does not exist"),
         (
             lambda call: "sage4",
             "must return None, .* for CallDescription.module='layers.0.* got 'sage4'",

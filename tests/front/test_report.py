@@ -30,10 +30,10 @@ from sage_inductor import report as asked_for  # the function: `report` is the m
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.notes import NOTES, lost
+from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons
 from sage_inductor.patterns.reasons import CAUSES
 from sage_inductor.session import session
-from sage_inductor.settings import Settings
 
 report = sys.modules["sage_inductor.report"]
 ROOT = Path(__file__).parents[2]
@@ -491,10 +491,11 @@ told.folded = fold.innerText; fold.open = true; told.opened = fold.innerText
 def test_in_a_browser_a_page_sorts_filters_and_unfolds(tmp_path):
     names = ["layers.10.attn", "layers.2.cross", "layers.1.cross", "a+b", "last"]
     errors = [1e-7, float("nan"), 0.5, 12.0, 0.02]
-    fold = page.Folded("in short", "at <length>")
+    fold = page.Folded("in short", "at <length>", "in short: at <length>")
     rows = [(f"{i}/0", *each, fold) for i, each in enumerate(zip(names, errors))]
     path = tmp_path / "page.html"
-    path.write_text(page.page("t", page.table(("graph", "module", "error", "reason"), rows)))
+    table = page.Table(("graph", "module", "error", "reason"), rows)
+    page.write(path, "t", table.html())
     told = in_chromium(path, SORT_AND_FILTER)
     up = ["layers.10.attn", "last", "layers.1.cross", "a+b", "layers.2.cross"]
     assert told.pop("up") == up and told.pop("down") == up[::-1]

@@ -14,8 +14,8 @@ from sage_inductor import SageRefused, config
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BlockLists
+from sage_inductor.options import Settings
 from sage_inductor.policy import from_python
-from sage_inductor.settings import Settings
 
 RECIPE = "sage2-8b-per-token"
 KEEP = {"top_k": 0.3, "similarity": 0, "dense_first": 70}

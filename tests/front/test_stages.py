@@ -23,7 +23,7 @@ from sage_inductor import (
     config,
 )
 from sage_inductor.choose.decide import decide
-from sage_inductor.inductor_pass import SagePass
+from sage_inductor.ops.notes import warn_once
 from sage_inductor.session import session
 from sage_inductor.stages import by_stage, current
 
@@ -355,7 +355,7 @@ def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog
         run = torch.compile(model, backend="inductor")
         in_stage("edge", run, x)
         assert relative_l1(in_stage("edge", run, x), model(x)) > 1e-3
-        SagePass._warn_of_stages.cache_clear()
+        warn_once.cache_clear()
     assert caplog.text.count('need backend="sage"') == 1
 
 

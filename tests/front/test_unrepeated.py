@@ -13,8 +13,8 @@ from sage_inductor.choose import decide as choose
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops import gpus
+from sage_inductor.options import Settings
 from sage_inductor.patterns.sdpa import TARGETS
-from sage_inductor.settings import Settings
 
 B, H, G, N, D = 2, 3, 4, 40, 16
 

@@ -556,7 +556,7 @@ def test_without_a_compiler_python_submits_and_the_user_is_told(
     replay._build(built)
     monkeypatch.setattr(replay, "library", lambda: built)
     given = draw(2, 100)
-    notes._warn.cache_clear()
+    notes.warn_once.cache_clear()
     for _ in range(2):
         torch._dynamo.reset()
         run = torch.compile(layer)
@@ -627,7 +627,7 @@ def test_what_cannot_be_noted_stays_with_python(on_cpu, with_torch, monkeypatch,
 
     monkeypatch.setattr(replay, "_compiled", other)
     given, run = draw(2, 100), torch.compile(layer)
-    notes._warn.cache_clear()
+    notes.warn_once.cache_clear()
     for _ in range(5):
         run(*given)
     assert len(on_cpu) == 10 and not with_torch.written()

@@ -133,7 +133,7 @@ def test_a_group_of_hidden_keys_alone_has_a_scale_of_its_own(runner, case):
     visible[..., hidden] = 0
     mean = reference.smooth([k], visible)[0][0]
     for r in OF_K.values():
-        _, scale = launch_k(k, mean, r, visible)
+        _, scale = launch_k(k, mean, r, visible, run)
         _, expected = reference.quantize_k(k, mean, r, visible)
         assert_close(scale, expected, rtol=ROTATED[r.rotated], atol=0)
         of_visible, of_hidden, of_both, _ = scale.amax(3).unbind(2)

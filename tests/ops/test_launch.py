@@ -17,10 +17,11 @@ import torch
 import triton
 from pairs import chosen
 from support import arguments, attention_call
+from torch._dynamo.source import ConstantSource
 from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 from triton import knobs
 from triton.runtime import driver
@@ -614,3 +615,32 @@ def test_what_travels_is_compiled_by_a_triton_that_was_seen(monkeypatch, version
     if not names:
         monkeypatch.setattr(compat, "GluonASTSource", None)
     assert travels() is expected
+
+
+def test_no_op_of_kernels_fixes_a_batch_or_a_length():
+    """A size that is a symbol stays one: a package of batch 2 gave 2 rows for a batch of 1."""
+    ops, recipe = torch.ops.sage, NAMED["sage2-8b"].encode()
+    dynamic, static = DimDynamic.DYNAMIC, DimDynamic.STATIC
+    context = StatelessSymbolicContext([dynamic, dynamic, static, static])
+    mode, example = FakeTensorMode(shape_env=ShapeEnv()), torch.empty(2, 300, 8, 64, device="meta")
+    sizes = mode.from_tensor(example, symbolic_context=context, source=ConstantSource("x")).shape
+    with mode:
+        x = torch.empty(sizes, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        B, H, N, D = x.shape
+        mean, lse = (x.new_empty(s, dtype=torch.float32) for s in ((B, H, D), (B, H, N)))
+        codes = ops.quantize_k(x, mean, recipe, None)
+        codes += ops.quantize_v(x, mean, mean, recipe, False)
+        codes += (*ops.smooth(x, x, None), *ops.pool_blocks(x, None, 64))
+        codes += tuple(ops.quantize_kv(x, x, None, NAMED["sage2-8b-per-token"].encode()))
+        codes += ops.quantize_nvfp4(x, mean, mean, False, False)
+        scores = x.new_empty((B, H, N, N), dtype=torch.float32)
+        codes += tuple(ops.largest(scores, scores.new_empty((B, H, N), dtype=torch.int32)))
+        codes += tuple(ops.unsmoothed_lse(lse, x, mean, 0.1))
+    assert not mode.shape_env.replacements
+    assert all(isinstance(each.shape[0] * each.shape[1], torch.SymInt) for each in codes)
+
+
+def test_a_note_is_the_first_line_of_its_error_or_the_errors_name():
+    for error, said in ((AssertionError(), "AssertionError"), (ValueError("one\ntwo"), "one")):
+        assert notes.lost("it is slow", error).endswith(f"it is slow: {said}")
+        assert notes.NOTES["it is slow"].endswith(f": {said}")

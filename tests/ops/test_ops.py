@@ -21,7 +21,7 @@ from sage_inductor import lowering
 from sage_inductor.ops import gpus, visibility
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.select import attention
+from sage_inductor.ops.attention.select import Problem, attention, select
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import MAX_ROWS, PV, Format, Prepared
 from sage_inductor.ops.quantize.op import (
@@ -987,7 +987,7 @@ def test_block_lists_without_duplicates_are_flex_attentions_mask():
     [
         (dict(block_q=32), r"block_q and block_kv must be of \(64, .* got \(32, 128\)"),
         (dict(kv_indices=torch.zeros(1, 1, 1, 2).long()), "block lists must be int32, got .*int64"),
-        (dict(kv_num_blocks=torch.ones(1, 1, 1).long()), "block lists must be int32"),
+        (dict(kv_num_blocks=torch.ones(1, 1, 1).long()), "must be int32, got .*int64 and .*int32"),
         (
             dict(kv_indices=torch.zeros(1, 1, 1, 2, dtype=torch.int32, device="meta")),
             "block lists must be on q's device cpu, got cpu, meta",
@@ -1043,3 +1043,10 @@ def test_a_graph_is_of_one_head_dim(op):
     for D in (72, 128, 72):
         run(*(torch.randn(2, 2, N, D) for N in (150, 150, 150)))
     assert dims == [{72}, {128}]
+
+
+@pytest.mark.parametrize("block_q", [64, 192])
+def test_lists_are_of_whole_groups_of_rows_that_share_a_scale(block_q):
+    problem = Problem((9, 0), NAMED["sage1"], 128, False, (block_q, 64))
+    with pytest.raises(ValueError, match=f"lists of {block_q} queries where 128 share a scale"):
+        select(problem)

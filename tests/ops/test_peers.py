@@ -35,9 +35,9 @@ def group_of(monkeypatch, *answers, size=2):
     answers = iter(answers)
 
     def said(mine, group, device):
-        return [list(text.ljust(len(mine))) for text in next(answers)] + [list(mine)]
+        return [text.ljust(len(mine)) for text in next(answers)] + [mine]
 
-    monkeypatch.setattr(peers, "_said", said)
+    monkeypatch.setattr(peers, "said", said)
     return Group(size)
 
 

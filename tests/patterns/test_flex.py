@@ -23,12 +23,12 @@ from sage_inductor.choose import cost
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.visibility import BlockLists
+from sage_inductor.options import Settings
 from sage_inductor.patterns import flex
 from sage_inductor.patterns.call import CAUSAL, FULL, Band
 from sage_inductor.patterns.call_shape import CallShape
 from sage_inductor.patterns.flex import find
 from sage_inductor.patterns.graph import GraphIndex
-from sage_inductor.settings import Settings
 
 
 def causal(b, h, i, j):

@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from sage_inductor.choose.decide import rewrite
+from sage_inductor.options import Settings
 from sage_inductor.patterns import modules
 from sage_inductor.patterns.call import CAUSAL, FULL
 from sage_inductor.patterns.graph import GraphIndex, op_name, value_of
 from sage_inductor.patterns.modules import find
-from sage_inductor.settings import Settings
 
 B, L, S, E, H = 3, 7, 5, 16, 4
 DEAD = ("getitem", "multi_head_attention_forward", "_transformer_encoder_layer_fwd", "expand")

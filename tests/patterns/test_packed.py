@@ -9,7 +9,7 @@ from torch.nn.attention.varlen import varlen_attn
 import sage_inductor
 from sage_inductor import config, patterns
 from sage_inductor.choose.decide import decide
-from sage_inductor.settings import Settings
+from sage_inductor.options import Settings
 
 LIBRARIES = []  # which unregister an op when they are collected
 SCHEMAS = """
@@ -17,7 +17,7 @@ flash_attn::_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_s
 flash_attn::_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal) -> (Tensor, Tensor, Tensor, Tensor)
 flash_attn::_flash_attn_backward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal) -> (Tensor, Tensor, Tensor, Tensor)
 flash_attn_3::_flash_attn_forward(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? cu_seqlens_q=None, Tensor? page_table=None) -> (Tensor, Tensor, Tensor, Tensor)
-my_vllm_flash_attn3_c0ffee::fwd(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)
+my_vllm_flash_attn3_c0ffee::fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None) -> (Tensor, Tensor, Tensor, Tensor)
 other::flash_attn_fwd(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)
 """
 
@@ -74,6 +74,9 @@ CALLS = {
     "FA3": (
         lambda q: op("flash_attn_3._flash_attn_forward")(q[None], q[None], q[None]),
         "flash_attn_3.flash_attn_forward", "another library's kernel"),
+    "a namespace with a hash": (
+        lambda q: op("my_vllm_flash_attn3_c0ffee.fwd")(q, q, q, CU),
+        "my_vllm_flash_attn3_c0ffee.fwd", PACKED),
     "FA3, packed": (
         lambda q: op("flash_attn_3._flash_attn_forward")(q, q, q, cu_seqlens_q=CU),
         "flash_attn_3.flash_attn_forward", PACKED),

@@ -20,9 +20,9 @@ import sage_inductor
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.formats import MAX_ROWS
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.options import Settings
 from sage_inductor.patterns import shared_kv
 from sage_inductor.patterns.graph import value_of
-from sage_inductor.settings import Settings
 
 PER_TOKEN = Settings(emulate=True, recipe="sage2-8b-per-token")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
