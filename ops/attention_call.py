@@ -51,7 +51,7 @@ class AttentionCall(NamedTuple):
         cls, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, recipe: Recipe,
         out_bnhd: bool, warpgroups: int | None,
     ) -> "AttentionCall":  # fmt: skip
-        """Of k and v as they come, for a recipe whose granularity is prepared in one pass."""
+        """Of k and v as they come, and a recipe that does not smooth q."""
         return cls(
             q, k, None, v, scale, k.shape[2], recipe.encode(), out_bnhd, *visibility[:5],
             visible=visibility.keys(k), warpgroups=warpgroups, **visibility.blocks._asdict(),

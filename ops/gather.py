@@ -44,7 +44,7 @@ from sage_inductor.ops.attention_call import empty_outputs
 from sage_inductor.ops.exchange import all_gather, copy, said
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS, TINY, Prepared, pad_head_dim, pad_rows
 from sage_inductor.ops.quantize.op import estimate, quantize_k, quantize_v
-from sage_inductor.ops.recipe import decode
+from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.quantize import sample_rows
 from sage_inductor.ops.register import OPAQUE, autocast
 from sage_inductor.ops.sdpa import SdpaCall, check, compose
@@ -248,7 +248,7 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
         ((B, H, D_v, M * K_BLOCK), torch.uint8),
     ]  # fmt: skip
     mine = _message(specs, k.device)
-    _quantize(parts, k_mean, v_mean, v_amax, recipe, *_views(mine, specs))
+    _quantize(parts, k_mean, v_mean, v_amax, r, *_views(mine, specs))
     k_parts, scale_parts, v_parts = _views(all_gather(mine, group), specs)
     N_pad, K_pad, V_pad = pad_rows(shards.N), pad_head_dim(D), pad_head_dim(D_v)
     k_codes = k_parts.new_empty(B, H, N_pad, K_pad)
@@ -308,8 +308,8 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
 
 
 def _quantize(
-    parts: list[tuple[Tensor, Tensor]], k_mean: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str,
-    k_bytes: Tensor, k_scale: Tensor, v_bytes: Tensor,
+    parts: list[tuple[Tensor, Tensor]], k_mean: Tensor, v_mean: Tensor, v_amax: Tensor,
+    recipe: Recipe, k_bytes: Tensor, k_scale: Tensor, v_bytes: Tensor,
 ) -> None:  # fmt: skip
     """The parts' codes of k, one after the other, [B, H_kv, M * K_BLOCK, width], their scales
     [B, H_kv, M, 1] and codes of v [B, H_kv, D_v, M * K_BLOCK]. What is behind them is not set."""
@@ -319,10 +319,10 @@ def _quantize(
         if not count:
             continue
         n, rows = count * K_BLOCK, slice(first * K_BLOCK, (first + count) * K_BLOCK)
-        codes, scale = quantize_k(k, k_mean, recipe, None)
+        codes, scale = quantize_k(k, k_mean, recipe)
         copy(k_bytes[:, :, rows], codes.view(torch.uint8)[:, :, :n, : k_bytes.shape[3]])
         k_scale[:, :, first : first + count] = scale[:, :, :count]
-        codes, _ = quantize_v(v, v_mean, v_amax, recipe, False)
+        codes, _ = quantize_v(v, v_mean, v_amax, recipe)
         copy(v_bytes[..., rows], codes.view(torch.uint8)[:, :, : v.shape[3], :n])
         first += count
 

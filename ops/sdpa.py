@@ -1,18 +1,16 @@
 """``sage::sdpa``: scaled dot-product attention with a recipe. What the pass puts into graphs.
 
-    visibility             = Visibility.of(attn_mask, band)       what mask and band hide
-    k_mean, v_mean, v_amax = smooth(k, v)
-    k_codes, k_scale       = quantize_k(k, k_mean)
-    v_codes, v_scale       = quantize_v(v, v_mean)                (recipes that quantize p and v)
-    out, lse               = attention(q, k_codes, ..., v_codes, ...)
-    lse                   += scale * q k_mean                     what smoothing k took off
+    visibility       = Visibility.of(attn_mask, band)    what mask and band hide
+    out, lse, k_mean = attention(q, k, v, visibility)    smooths and quantizes k and v, too
+    lse             += scale * q k_mean                  what smoothing k took off
 
-In nvfp4 k and v are quantize_nvfp4's; and 4 bits have a smooth q:
+4 bits have a smooth q, for which k and v are prepared apart:
 
-    q_mean, delta          = smooth_q(q, k, k_mean)              which attention reads besides
+    prepared         = quantize_kv(k, v, visibility)
+    q_mean, delta    = smooth_q(q, k, prepared.k_mean)
+    out, lse         = attention(q, prepared, q_mean, delta, visibility)
 
-Where statistics are estimated, the attention op prepares k and v itself; quantize_kv does it apart.
-Calls that share k and v can share what is made of them alone: ``sage::prepare`` returns it.
+So are they for calls that share k and v: ``sage::prepare`` returns what is made of them alone.
 Eager runs this composition, and Inductor gets it (`opens`). The gradient is exact attention's,
 recomputed in the inputs' own precision.
 
@@ -32,14 +30,7 @@ from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, Prepared
 from sage_inductor.ops.launch import fix_head_dims
-from sage_inductor.ops.quantize.op import (
-    empty_kv,
-    quantize_k,
-    quantize_kv,
-    quantize_nvfp4,
-    quantize_v,
-    smooth,
-)
+from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
@@ -138,9 +129,9 @@ def prepare_kv(
     Arguments: as `sdpa`'s. Returns `Prepared.tensors()`, contiguous; none of them differentiable.
     """
     check(SdpaCall.of(k, k, v, 0.0, recipe))
-    prepared = compose_prepare(k, v, attn_mask, recipe, portable)
-    # The means of k and v are parts of one tensor, which outputs of an op may not be.
-    return [x.clone(memory_format=torch.contiguous_format) for x in prepared]
+    found = compose_prepare(k, v, attn_mask, recipe, portable)
+    # The emulation's are views, which outputs of an op may not be, and in any order.
+    return [x.clone(memory_format=torch.contiguous_format) for x in found]
 
 
 def check(call: SdpaCall) -> None:
@@ -235,12 +226,13 @@ def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
 
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse of the smoothed keys, and k_mean: by one op where one pass prepares k and v, unless
-    they are prepared, or Inductor may do that of constants."""
+    """out, lse of the smoothed keys, and k_mean: by one op unless q is smoothed, k and v are
+    prepared, or Inductor may prepare them once for all, if they are constants."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
     q, k, v, how = call.q, call.k, call.v, (call.out_bnhd, call.warpgroups)
     seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
-    if recipe.sharing.one_pass and not call.prepared and not compat.folds_constants():
+    apart = call.prepared or recipe.of_qk.smooths_q or compat.folds_constants()
+    if not apart:
         of = q, k, _read(v, recipe), seen, call.scale, recipe, *how
         return tuple(attention(*AttentionCall.unprepared(*of)))
     prepared = Prepared(*call.prepared) if call.prepared else prepare(k, v, seen, recipe)
@@ -301,28 +293,7 @@ def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_L
 
 def prepare(k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe) -> Prepared:
     """What kernels read of k and v."""
-    visible, text, pv = visibility.keys(k), recipe.encode(), recipe.of_pv
-    saturate = visible is not None
-    if recipe.sharing.one_pass:
-        return Prepared(*quantize_kv(k, None if pv.dtype is None else v, visible, text))
-    if pv.block_scaled:
-        (k_mean, k_amax), (v_mean, v_amax) = (
-            (x[0] for x in smooth(x, None, visible)) for x in (k, v)
-        )
-        k_codes, k_blocks, k_scale = quantize_nvfp4(k, k_mean, k_amax, False, saturate)
-        v_codes, v_blocks, v_scale = quantize_nvfp4(v, v_mean, v_amax, True, saturate)
-        return Prepared(k_codes, k_scale, k_mean, v_codes, v_scale, v_mean, k_blocks, v_blocks)
-    if pv.dtype is not None and v.shape[3] == k.shape[3]:
-        mean, amax = smooth(k, v, visible)  # [2, B, H_kv, D]: one launch
-        k_mean, v_mean, v_amax = mean[0], mean[1], amax[1]
-    else:
-        k_mean = smooth(k, None, visible)[0][0]
-        if pv.dtype is not None:
-            v_mean, v_amax = (x[0] for x in smooth(v, None, visible, 0))
-    of_k = *quantize_k(k, k_mean, text, visible), k_mean
-    if pv.dtype is None:
-        return Prepared(*of_k)
-    return Prepared(*of_k, *quantize_v(v, v_mean, v_amax, text, saturate), v_mean)
+    return Prepared(*quantize_kv(k, v, visibility.keys(k), recipe.encode()))
 
 
 def _sdpa_fake(call: SdpaCall) -> tuple[Tensor, Tensor]:
@@ -338,8 +309,7 @@ sdpa.register_fake(schema_of(SdpaCall, tuple[Tensor, Tensor], _sdpa_fake))
 def _(k, v, attn_mask, recipe, portable):
     check(SdpaCall.of(k, k, v, 0.0, recipe))
     fix_head_dims(k, v)
-    quantizes_v = decode(recipe).of_pv.dtype is not None
-    return empty_kv(k, v if quantizes_v else None, recipe).tensors()
+    return empty_kv(k, v, recipe).tensors()
 
 
 def _save_inputs(ctx, inputs, output):

@@ -66,7 +66,7 @@ def compose_select(
     ascending order, and then the others: BlockLists' first two.
     """
     with torch.autocast(q.device.type, enabled=False):
-        shift = smooth(k, None, None)[0][0]
+        shift = smooth(k)[0]
         (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
             _pool(*x, similarity, dense_first, dense_last)
             for x in ((q, None, block_q), (k, shift, block_kv))

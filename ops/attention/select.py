@@ -17,7 +17,7 @@ from sage_inductor.ops.attention import nvfp4, tiles, triton
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.notes import warn_once
-from sage_inductor.ops.quantize.one_pass import launch_kv, overlaps
+from sage_inductor.ops.quantize.op import launch as prepare
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
 from sage_inductor.ops.reference import quantize
@@ -70,8 +70,7 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> lis
     """``sage::attention``."""
     if a.k_scale is not None:
         return [*_attend(run, gpu, a)]
-    v = None if a.decoded.of_pv.dtype is None else a.v
-    prepared = launch_kv(a.k, v, a.visible, a.decoded, run, overlaps(gpu))
+    prepared = prepare(run, gpu, a.k, a.v, a.visible, a.decoded)
     return [*_attend(run, gpu, a.with_prepared(prepared)), prepared.k_mean]
 
 
@@ -135,8 +134,7 @@ def _attention(a: AttentionCall) -> list[Tensor]:
     """
     more = []
     if a.k_scale is None:
-        v = None if a.decoded.of_pv.dtype is None else a.v
-        prepared = quantize.quantize_kv(a.k, v, a.visible, a.decoded)
+        prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded)
         a, more = a.with_prepared(prepared), [prepared.k_mean]
     a = a.without_idle_bounds()
     out, lse = reference.attention(a, _tile(a, None).BLOCK_N)

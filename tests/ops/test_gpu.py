@@ -56,7 +56,7 @@ def test_a_preparation_without_look_up_is_the_same(pv, misaligned):
     that ask for another kernel."""
     for N in (700, 700, 333):
         _, k, v = (x[..., int(misaligned) :] for x in qkv(2, 4, 2, 1, N, 65 if misaligned else 64))
-        v, text = v if pv == "fp8" else None, Recipe("per_token", pv).encode()
+        text = Recipe("per_token", pv).encode()
         found = quantize_kv(k, v, None, text)
         assert len(found) == (6 if pv == "fp8" else 3)
 

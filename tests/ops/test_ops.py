@@ -24,13 +24,7 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, attention, select
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import MAX_ROWS, PV, Format, Prepared
-from sage_inductor.ops.quantize.op import (
-    quantize_k,
-    quantize_kv,
-    quantize_nvfp4,
-    quantize_v,
-    smooth,
-)
+from sage_inductor.ops.quantize.op import quantize_kv, smooth
 from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED, Recipe, decode
 from sage_inductor.ops.reference import attention as emulation
@@ -93,30 +87,13 @@ def pieces(recipe, N_kv, rows, out_bnhd):
     q, k, v = qkv(N_kv=N_kv)
     seen = Visibility.of(torch.rand(2, 1, 65, N_kv) > 0.7, (None, 0, False), N_kv, 128)
     visible = seen.keys(k)
-    mean, amax = smooth(k, v, visible)
-    text, is_fp8, rows = recipe.encode(), recipe.pv == "fp8", visible if rows else None
-    if recipe.sharing.one_pass:
-        yield quantize_kv, (k, v if is_fp8 else None, rows, text)
-    elif not recipe.of_qk.block_scaled:
-        yield quantize_k, (k, mean[0], text, rows)
-    if is_fp8:
-        yield quantize_v, (v, mean[1], amax[1], text, True)
+    yield quantize_kv, (k, v, visible if rows else None, recipe.encode())
     yield attention, tuple(attention_call(q, k, v, recipe, seen, out_bnhd=out_bnhd))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_opcheck_of_the_first_pieces(dynamic):
-    utilities = (DYNAMIC,) if dynamic else CHEAP
-    q, k, v = qkv()
-    visible = Visibility.of(torch.rand(2, 1, 65, 70) > 0.7, (None, 0, False), 70, 128).keys(k)
-    mean, amax = smooth(k, v, visible)
-    for other, rows in ((v, visible), (None, None), (v, None), (None, visible)):
-        if not dynamic or (other is v) == (rows is visible):
-            torch.library.opcheck(smooth, (k, other, rows), test_utils=utilities)
-    for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
-        for saturate in (along_n,) if dynamic else (False, True):
-            args = x, m, a, along_n, saturate
-            torch.library.opcheck(quantize_nvfp4, args, test_utils=utilities)
+def test_opcheck_of_smooth(dynamic):
+    torch.library.opcheck(smooth, qkv()[1:2], test_utils=(DYNAMIC,) if dynamic else CHEAP)
 
 
 @pairs(recipe=RECIPES, rows=[False, True], out_bnhd=[False, True])
@@ -516,17 +493,17 @@ def test_sdpa_is_its_pieces(recipe):
     INT4 q is smoothed too: in the graph, and by means that the kernel subtracts as they are."""
     q, r, of_q = qkv(N_q=300)[0] + 3, NAMED[recipe], (None, None)
     out, lse = sdpa(q, k, v, recipe=recipe)
-    mean, amax = reference.smooth([k, v])
-    of_k = reference.quantize_k(k, mean[0], r)
-    of_v = reference.quantize_v(v, mean[1], amax[1], r)
+    (k_mean, _), (v_mean, v_amax) = reference.smooth(k), reference.smooth(v, keep=False)
+    of_k = reference.quantize_k(k, k_mean, r)
+    of_v = reference.quantize_v(v, v_mean, v_amax, r)
     if recipe == "sage2-4b":
         assert of_k[0].dtype == torch.uint8 and of_k[0].shape == (2, 2, 128, 32)
-        of_q = smooth_q(q, k, mean[0], None)
-    pieces = Prepared(*of_k, mean[0], *of_v, mean[1])
+        of_q = smooth_q(q, k, k_mean, None)
+    pieces = Prepared(*of_k, k_mean, *of_v, v_mean)
     a = AttentionCall.of(q, pieces, v, Visibility(), 0.125, 70, r, of_q=of_q)
     expected, raw_lse = emulation.attention(a)
     assert_close(out, expected)
-    correction = 0.125 * torch.einsum("bhnd,bhd->bhn", q, mean[0].repeat_interleave(2, 1))
+    correction = 0.125 * torch.einsum("bhnd,bhd->bhn", q, k_mean.repeat_interleave(2, 1))
     assert_close(lse, raw_lse + correction)
 
 
@@ -564,13 +541,14 @@ def test_a_call_is_one_op_of_kernels_unless_k_and_v_are_prepared_apart(monkeypat
         names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
         return [name.split(".")[1] for name in names if name.startswith("sage.")]
 
-    assert ops("sage2-8b-per-token") == ["attention"] == ops("sage1-rotated")
+    for recipe in RECIPES:
+        pieces = ["quantize_kv"] * NAMED[recipe].of_qk.smooths_q + ["attention"]
+        assert ops(recipe) == pieces
     assert ops("sage2-8b-per-token", freezing=True) == ["quantize_kv", "attention"]
     assert ops("sage2-8b-per-token", shared=True) == ["prepare", "attention"]
-    assert ops("sage2-8b") == ["smooth", "quantize_k", "quantize_v", "attention"]
 
 
-@pytest.mark.parametrize("recipe", ["sage2-8b-per-token", "sage1-per-token", "sage2-8b-rotated"])
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if not NAMED[r].of_qk.smooths_q])
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_one_op_prepares_is_what_two_prepare(recipe, masked):
     attn_mask = torch.rand(2, 1, 65, 70) > 0.5 if masked else None
