@@ -19,9 +19,9 @@ class AttentionCall(NamedTuple):
     """Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v)."""
 
     q: Tensor  # [B, H_q, N_q, D], any strides
-    k: Tensor  # codes, as Prepared.k; of `unprepared` [B, H_kv, N_kv, D], any strides
+    k: Tensor  # codes, as Prepared.k, or as it comes: [B, H_kv, N_kv, D], any strides
     k_scale: Tensor | None  # None: the op prepares k and v
-    v: Tensor  # codes, as Prepared.v, or as it came: [B, H_kv, N_kv, D_v], any strides
+    v: Tensor  # codes, as Prepared.v, or as it comes: [B, H_kv, N_kv, D_v], any strides
     scale: float  # of the softmax
     n_kv: int  # keys without padding
     recipe: str  # Recipe.encode()
@@ -46,17 +46,6 @@ class AttentionCall(NamedTuple):
     block_q: int | None = None
     block_kv: int | None = None
 
-    @classmethod
-    def unprepared(
-        cls, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, scale: float, recipe: Recipe,
-        out_bnhd: bool, warpgroups: int | None,
-    ) -> "AttentionCall":  # fmt: skip
-        """Of k and v as they come, and a recipe that does not smooth q."""
-        return cls(
-            q, k, None, v, scale, k.shape[2], recipe.encode(), out_bnhd, *visibility[:5],
-            visible=visibility.keys(k), warpgroups=warpgroups, **visibility.blocks._asdict(),
-        )  # fmt: skip
-
     def with_prepared(self, p: Prepared) -> "AttentionCall":
         v = self.v if p.v is None else p.v
         return self._replace(k=p.k, k_scale=p.k_scale, v=v, v_scale=p.v_scale, v_mean=p.v_mean)
@@ -65,13 +54,13 @@ class AttentionCall(NamedTuple):
     def of(
         cls, q: Tensor, prepared: Prepared, v_16bit: Tensor, visibility: Visibility, scale: float,
         n_kv: int, recipe: Recipe, out_bnhd: bool = False, of_q: tuple = (None, None),
-        warpgroups: int | None = None,
+        visible: Tensor | None = None, warpgroups: int | None = None,
     ) -> "AttentionCall":  # fmt: skip
         p = prepared
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
             out_bnhd, *visibility[:5], p.v_scale, p.v_mean, p.k_blocks, p.v_blocks, *of_q,
-            None, warpgroups, *visibility.blocks,
+            visible, warpgroups, *visibility.blocks,
         )  # fmt: skip
 
     @property

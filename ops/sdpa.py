@@ -229,36 +229,33 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse of the smoothed keys, and k_mean: by one op unless q is smoothed, k and v are
     prepared, or Inductor may prepare them once for all, if they are constants."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
-    q, k, v, how = call.q, call.k, call.v, (call.out_bnhd, call.warpgroups)
+    q, k, v, prepared = call.q, call.k, call.v, None
     seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
-    apart = call.prepared or recipe.of_qk.smooths_q or compat.folds_constants()
-    if not apart:
-        of = q, k, _read(v, recipe), seen, call.scale, recipe, *how
-        return tuple(attention(*AttentionCall.unprepared(*of)))
-    prepared = Prepared(*call.prepared) if call.prepared else prepare(k, v, seen, recipe)
-    inputs = attention_call(q, k, v, prepared, seen, call.scale, recipe, *how)
-    return *attention(*inputs), prepared.k_mean
-
-
-def _read(v: Tensor, recipe: Recipe) -> Tensor:
-    """v as kernels read it: fp32 that is not quantized in 16 bits."""
-    is_wide = recipe.of_pv.dtype is None and v.dtype == torch.float32
-    return v.bfloat16() if is_wide else v
+    if call.prepared:
+        prepared = Prepared(*call.prepared)
+    elif recipe.of_qk.smooths_q or compat.folds_constants():
+        prepared = prepare(k, v, seen, recipe)
+    how = call.scale, recipe, call.out_bnhd, call.warpgroups
+    found = attention(*attention_call(q, k, v, prepared, seen, *how))
+    return (*found, prepared.k_mean) if prepared else tuple(found)
 
 
 def attention_call(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, visibility: Visibility, scale: float,
-    recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared | None, visibility: Visibility,
+    scale: float, recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
 ) -> AttentionCall:  # fmt: skip
     """What the attention op takes: with q's means where q is smoothed, and v itself, in 16 bits,
-    where v is not quantized."""
-    of_q = (None, None)
-    if recipe.of_qk.smooths_q:
+    where v is not quantized. prepared None: the op prepares k and v."""
+    of_q, visible = (None, None), None
+    if prepared is None:
+        prepared, visible = Prepared(k, None, None), visibility.keys(k)
+    elif recipe.of_qk.smooths_q:
         of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k))
+    if recipe.of_pv.dtype is None and v.dtype == torch.float32:
+        v = v.bfloat16()
     return AttentionCall.of(
-        q, prepared, _read(v, recipe), visibility, scale, k.shape[2], recipe, out_bnhd, of_q,
-        warpgroups,
-    )  # fmt: skip
+        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups
+    )
 
 
 def _unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> list[Tensor]:

@@ -31,6 +31,7 @@ from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import SdpaCall, attend, check, compose
+from sage_inductor.ops.sdpa import attention_call as composed
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
@@ -557,7 +558,7 @@ def test_what_one_op_prepares_is_what_two_prepare(recipe, masked):
     apart = sdpa(q, k, v, recipe=recipe, attn_mask=attn_mask, prepared=parts)
     assert all(map(torch.equal, found, apart))
     seen = Visibility.of(attn_mask, (None, None, False), 70, 128)
-    a = AttentionCall.unprepared(q, k, v, seen, 0.1, NAMED[recipe], True, None)
+    a = composed(q, k, v, None, seen, 0.1, NAMED[recipe], True)
     torch.library.opcheck(attention, tuple(a), test_utils=CHEAP)
 
 
