@@ -37,7 +37,7 @@ def as_sdpa(graph: Graph) -> dict[Node, tuple[str, Node | None]]:
     return requested
 
 
-def _written(
+def _written(  # noqa: PLR0913  (attention's arguments)
     node: Node, q, k, v, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse, dropout_p
 ) -> tuple[Node, Node | None]:
     key = "val" if "val" in node.meta else "example_value"

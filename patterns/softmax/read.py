@@ -304,7 +304,7 @@ def _readings(node: Node) -> Iterator[tuple[Node, Step]]:
                 yield x, step
 
 
-def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:
+def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:  # noqa: C901  (a table)
     x, other = arguments(node, "input", "other")
     if name == "getitem" and broadcast(node):
         yield broadcast(node), Step(node, aside=(x,))
