@@ -16,7 +16,7 @@ from support import relative_l1
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import curves, figures, gradients, harness, learners, pages
+from bench import curves, gradients, harness, learners
 from bench.curves import Trainer
 from bench.gradients import ENTRIES, Training
 from bench.learners import GPTs, Layers, Size, Text
@@ -634,67 +634,6 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
     assert not torch.are_deterministic_algorithms_enabled()
     printed = capsys.readouterr().out
     assert "by exact: loss" in printed and "partial" not in printed
-
-    for page in (tmp_path / "README.md", tmp_path / "docs" / "accuracy.md"):
-        page.parent.mkdir(exist_ok=True)
-        page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
-    assert pages.main(["--root", str(tmp_path)]) == 0
-    assert (tmp_path / "docs" / "accuracy.md").read_text().count(f"| 64 | no | {FP8} | 2 |") == 1
-    assert path.with_name("curves.svg").read_text().count("tokens a step") >= 4
-
-
-def result_of(rows):
-    return {
-        "date": "2026-01-01", "machine": {"gpu": "cpu"}, "model": "gpt", "method": "m", "command": "c",
-        "versions": {"torch": "2", "triton": "3", "cudnn": "none"}, "rows": rows,
-        "summary": curves.summarize(rows),
-    }  # fmt: skip
-
-
-def test_each_model_has_its_recipes_a_plan_and_a_plot():
-    assert list(curves.PLANS.values()) == list(curves.TITLES)
-    for recipes in curves.DEFAULT.values():
-        assert recipes[0] == "exact" and set(recipes) <= set(curves.RECIPES)
-    assert curves.DEFAULT.keys() == curves.PLANS.keys() == learners.SIZES["cpu"].keys()
-
-
-def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
-    """Points that are there are drawn: one seed diverged, one stopped, one has no exact beside it."""
-    rows = [
-        made_up("exact", 0, [3.0, 2.0, 1.0]),
-        made_up("exact", 1, [3.0, 2.0, 2.0]),
-        made_up("FP8 backward", 0, [3.0, 2.5, 2.0]),
-        made_up("FP8 backward", 1, [3.0, None, None], None, diverged=3),
-        made_up("SageBwd", 0, [4.0, 2.25], steps=4),
-        made_up("SageBwd", 2, [4.0, 3.0]),
-    ]
-    result = result_of(rows)
-    seen = []
-    monkeypatch.setattr(figures, "keep", lambda figure, *rest: seen.append(figure))
-    figures.draw_curves(result, tmp_path / "curves.svg")
-    losses, gaps = seen[0].axes
-    drawn = [[list(map(float, line.get_data()[i])) for i in (0, 1)] for line in losses.lines]
-    assert drawn[3] == [[2.0], [3.0]] and drawn[0] == [[2.0, 4.0, 6.0], [3.0, 2.0, 1.0]]
-    drawn = [[list(map(float, line.get_data()[i])) for i in (0, 1)] for line in gaps.lines]
-    assert drawn[:3] == [[[], []], [[2.0], [0.0]], [[2.0, 4.0], [1.0, 0.25]]]
-    (grey,) = gaps.patches  # of exact's end, where the last recipe's was before
-    assert grey.get_y() == pytest.approx(-math.sqrt(0.5))
-    assert grey.get_height() == pytest.approx(2 * math.sqrt(0.5))
-    table = pages.TABLES["curves"]({"cpu": {"curves": result}})
-    assert "| 64 | yes | FP8 backward | 2, 1 diverged | 2.0000 | +1.00000 | - | 0.70711 |" in table
-    assert "| SageBwd | 2, 1 partial |" in table
-
-
-def test_one_seed_of_three_does_not_set_the_scale_of_the_gaps(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    exact = [made_up("exact", seed, [3.0, 9.0 if seed == 1 else 2.0, 1.0]) for seed in range(3)]
-    others = [made_up("SageBwd", seed, [3.0, 2.25, 1.0]) for seed in range(3)]
-    seen = []
-    monkeypatch.setattr(figures, "keep", lambda figure, *rest: seen.append(figure))
-    figures.draw_curves(result_of([*exact, *others]), tmp_path / "curves.svg")
-    _, gaps = seen[0].axes
-    assert list(gaps.lines[1].get_ydata()) == [0, 0.25, 0]
-    assert "median" in gaps.get_ylabel()
 
 
 @pytest.mark.gpu

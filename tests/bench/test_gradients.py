@@ -3,7 +3,6 @@ and what it should be, and the orders that are told of it hold."""
 
 import dataclasses
 import itertools
-import json
 import math
 
 import pytest
@@ -13,7 +12,7 @@ from pairs import pairs
 from support import relative_l1
 from torch.testing import assert_close
 
-from bench import accuracy, gradients, laboratory
+from bench import gradients, laboratory
 from bench.gradients import BF16, E4M3, E5M2, ENTRIES, INT8, Rounding, Training
 from bench.laboratory import DTYPES, MAX
 
@@ -312,35 +311,3 @@ def test_the_kinds_of_do():
     assert plain.float().mean(2).abs().max() < 0.1 < biased.float().mean(2).abs().max()
     sizes = varied.float().norm(dim=3).log()
     assert 1.3 < sizes.std() < 1.7
-
-
-@pytest.mark.sweep
-def test_the_table(tmp_path, capsys):
-    given = "--training --N 130 --D 64 --heads 1 --layers 2 --families normal sinks --json"
-    assert accuracy.main([*given.split(), str(tmp_path / "x.json")]) == 0
-    result = json.loads((tmp_path / "x.json").read_text())
-    rows = result["rows"]
-    assert len(rows) == 2 * 2 * 2 * len(gradients.OUTPUTS) * len(ENTRIES)
-    assert {row["causal"] for row in rows} == {False, True}
-    assert {(row["plan"], row["mask"], len(row["rel_l1"])) for row in rows} == {
-        ("training", "none", 4), ("training-mask", "relative", 6)
-    }  # fmt: skip
-    assert all(0 <= x < 1 for row in rows for x in row["rel_l1"].values())
-    assert capsys.readouterr().out.count("ausal:") == 2 * 2  # each mask's tables
-    for kind, shown in (("none", ("dq", "dk", "dv")), ("relative", ("dmask", "dmask_rounded"))):
-        row = next(
-            row for row in rows
-            if (row["entry"], row["do"], row["mask"]) == ("FP8 backward", "varied", kind)
-        )  # fmt: skip
-        masks = [gradients.draw_mask(kind, seed, 1, 130) for seed in range(2)]
-        inputs = [draw("normal", "varied", 130, 64, seed, H=1) for seed in range(2)]
-        its = [
-            errors("FP8 backward", x, mask=None if mask is None else mask.float())
-            for x, mask in zip(inputs, masks, strict=True)
-        ]
-        for name, x in row["rel_l1"].items():
-            assert x == pytest.approx(sum(each[name] for each in its) / 2, rel=1e-5)
-        table = accuracy.training_table([row for row in rows if row["mask"] == kind])
-        assert table.count("\n| FP8 backward |") == 2 and "| entry | normal | sinks |" in table
-        cell = "/".join(f"{100 * row['rel_l1'][name]:.1f}" for name in shown)
-        assert f"| FP8 backward | {cell} |" in table

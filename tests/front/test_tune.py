@@ -23,7 +23,6 @@ import triton.language as tl
 from support import cos_sim, relative_l1
 from support import sdpa as support_sdpa
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton import knobs
 
 import sage_inductor
 from sage_inductor import backend
@@ -1311,23 +1310,3 @@ def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(
         assert "x SDPA by the cost model" in site.reason, site.reason
     assert list(tmp_path.glob("*.json"))
     as_another_process()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(  # of no other test here
-    "D, kind, recipe",
-    [(104, "full", *PER_TOKEN), (96, "causal", *PER_TOKEN), (104, "full-training", "fp8-backward")],
-)
-def test_what_other_processes_compiled_is_found_when_it_is_timed(D, kind, recipe, tmp_path):
-    """By Triton's key: of the kernels that are timed none compiles here."""
-    device, hits = torch.device("cuda", 0), []
-    family = Family(D, D, kind)
-    sizes = family.sizes(timing.FEW[:2])
-    cases = list(timing.cases_of(device, family, (recipe,), sizes).values())
-    with knobs.cache.scope(), knobs.compilation.scope():
-        knobs.cache.dir = str(tmp_path)
-        concurrent.futures.wait(timing.start_compiling(cases))
-        knobs.compilation.listener = lambda *_, cache_hit, **__: hits.append(cache_hit)
-        times = [timing.measure(case, 1) for case in cases]
-    assert all(ms > 0 for each in times for ms in each.values()), times
-    assert hits and all(hits)
