@@ -100,7 +100,7 @@ class Peers:
         return [x.permute(1, 2, 0, 3) for x in self._put(sent)]
 
     def _put(self, sent: Sequence[tuple]) -> list[Tensor]:
-        """Of each tensor a part to each rank, there at an index of an array of a shape. Returns
+        """A part of each tensor to each rank, there at an index of an array of a shape. Returns
         this rank's arrays, when all ranks have written."""
         found, to, xs = [], [], []
         for parts, shapes, index in sent:

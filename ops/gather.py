@@ -178,7 +178,7 @@ def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
     else:
         length = facts.pop("length", None)
         lengths = list(lengths or [length] * group.size())
-        # Of as many bytes as the facts are: another rank may ask for them.
+        # As many bytes as the facts: another rank may ask for them.
         text = json.dumps({**facts, "lengths": lengths}).encode()
         digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
         mine = torch.full((FACTS // 8,), digest, device=device).view(torch.uint8)

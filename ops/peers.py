@@ -29,7 +29,7 @@ TIMEOUT = 600_000  # ms that a rank waits for one that joined the call's first c
 
 
 class PeerMemory:
-    """Of a group and this rank's GPU. All ranks have to ask it for the same, in the same order."""
+    """A group's memory on this rank's GPU. All ranks have to ask it for the same, in one order."""
 
     def __init__(self, group, device: torch.device, limit: int):
         self.group, self.device, self.limit = weakref.ref(group), device, limit

@@ -97,7 +97,7 @@ def _pool(
     x: Tensor, shift: Tensor | None, block: int, similarity: float, dense_first: int,
     dense_last: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of each block of x [B, H, N, D], less shift [B, H, D]: the mean of its tokens [B, H, M, D],
+    """For each block of x [B, H, N, D], less shift [B, H, D]: the mean of its tokens [B, H, M, D],
     whether it is always computed [B, H, M], bool, its first token and how many it has [M]."""
     mean, alike = pool_blocks(x, shift, block)
     N = x.shape[2]

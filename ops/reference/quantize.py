@@ -114,7 +114,7 @@ def estimate(
     x: Tensor, visible: Tensor | None = None, shrink: bool = True
 ) -> tuple[Tensor, Tensor]:
     """x [B, H, N, D] -> what stands for `smooth`'s mean and amax, of a sample of its rows, each
-    [B, H, D] in fp32. Of rows that are not `visible` [B or 1, H or 1, N] nothing is taken.
+    [B, H, D] in fp32. Rows that are not `visible` [B or 1, H or 1, N] have no part in it.
 
     The mean of the sample, if `shrink` shrunk towards 0 the less it exceeds its standard error, by
     positive-part James-Stein: where there is no common part to take off, the sample's noise would
@@ -198,7 +198,7 @@ def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor) -> Tensor:
     """x [.., D_pad] of 16 bits -> x R in fp32: ../quantize/rotate.py."""
-    # Of a transposed x a product is traced as a view that x of other lengths does not have.
+    # The product of a transposed x is traced as a view that x of other lengths does not have.
     x = x.double().clone(memory_format=torch.contiguous_format)
     return (x @ rotation(x.shape[-1], x.device)).float()
 
