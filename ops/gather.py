@@ -7,7 +7,7 @@ heads   rows of all heads become all rows of some heads, and the outputs go back
         (arXiv:2309.14509)
 codes   each rank quantizes its own keys, and 8-bit codes are gathered:
 
-    sample, lent, extremes = all_gather(rows of k and v)     small, in their own dtype
+    sample, leading, extremes = all_gather(rows of k and v)     small, in their own dtype
     k_mean, v_mean, v_amax = estimate(sample)                equal on all ranks
     codes, k_scale         = quantize(own blocks of k and v)
     prepared               = all_gather(codes, k_scale)      the only large collective
@@ -130,11 +130,11 @@ class Shards(NamedTuple):
         """Blocks that begin at this rank, which quantizes them."""
         return self.first_block(rank + 1) - self.first_block(rank)
 
-    def lent(self, rank: int) -> int:
+    def leading(self, rank: int) -> int:
         """Its first rows, those of a block that began at an earlier rank."""
         return min(self.lengths[rank], self.first_block(rank) * K_BLOCK - self.offset(rank))
 
-    def lenders(self, rank: int) -> list[int]:
+    def completing(self, rank: int) -> list[int]:
         """The ranks that complete its last block."""
         end = self.first_block(rank + 1) * K_BLOCK if self.blocks(rank) else 0
         return [r for r in range(rank + 1, len(self.lengths)) if self.offset(r) < end]
@@ -272,18 +272,18 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
 def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
     """[(rows of k, of v)] that this rank quantizes, whole blocks but for the last, and k_mean,
     v_mean and v_amax of all ranks."""
-    rank, samples, lent = group.rank(), shards.samples(), shards.lent(group.rank())
+    rank, samples, leading = group.rank(), shards.samples(), shards.leading(group.rank())
     rows = sample_rows(shards.N, k.device)[samples[rank].start : samples[rank].stop]
-    most_sampled, most_lent = max(map(len, samples)), shards.most(shards.lent)
+    most_sampled, most_leading = max(map(len, samples)), shards.most(shards.leading)
     (B, H, _, D), D_v = k.shape, v.shape[3]
-    own = [x[:, :, which] for which in (rows - shards.offset(rank), slice(lent)) for x in (k, v)]
+    own = [x[:, :, which] for which in (rows - shards.offset(rank), slice(leading)) for x in (k, v)]
     own.append(torch.stack(torch.aminmax(v, dim=2)))
-    shapes = [(B, H, n, d) for n in (most_sampled, most_lent) for d in (D, D_v)]
+    shapes = [(B, H, n, d) for n in (most_sampled, most_leading) for d in (D, D_v)]
     specs = [(shape, k.dtype) for shape in (*shapes, (2, B, H, D_v))]
     mine = _message(specs, k.device)
     for to, x in zip(_views(mine, specs), own, strict=True):
         to[tuple(map(slice, x.shape))] = x
-    *sampled, k_lent, v_lent, extremes = _views(all_gather(mine, group), specs)
+    *sampled, k_leading, v_leading, extremes = _views(all_gather(mine, group), specs)
     k_mean, v_mean, v_amax = estimate(
         *(
             torch.cat([y[:, :, : len(s)] for y, s in zip(x, samples, strict=True)], 2)
@@ -296,13 +296,13 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
     v_amax = torch.where(is_exceeded, distance, v_amax).clamp(min=TINY)
 
     # A block that another rank completes is apart: to join it to the others would copy all rows.
-    lenders = shards.lenders(rank)
-    end = lent + (k.shape[2] - lent) // K_BLOCK * K_BLOCK if lenders else k.shape[2]
-    parts = [(k[:, :, lent:end], v[:, :, lent:end])]
-    if lenders:
+    completing = shards.completing(rank)
+    end = leading + (k.shape[2] - leading) // K_BLOCK * K_BLOCK if completing else k.shape[2]
+    parts = [(k[:, :, leading:end], v[:, :, leading:end])]
+    if completing:
         parts.append(tuple(
-            torch.cat([x[:, :, end:], *(y[r][:, :, : shards.lent(r)] for r in lenders)], 2)
-            for x, y in ((k, k_lent), (v, v_lent))
+            torch.cat([x[:, :, end:], *(y[r][:, :, : shards.leading(r)] for r in completing)], 2)
+            for x, y in ((k, k_leading), (v, v_leading))
         ))  # fmt: skip
     return parts, k_mean, v_mean, v_amax
 

@@ -4,7 +4,7 @@ result is attention's only nearly: nobody gets it who does not ask for it.
     q_mean, k_mean = means of the tokens of each block          k's with its mean over N taken off
     scores         = scale * q_mean k_mean^T + log(tokens of the block of keys / block_kv)
     always         = the diagonal, blocks with dense tokens, blocks whose tokens are not alike
-    kept           = always, of the rest the top_k by scores, and what top_p asks for besides
+    kept           = always, the top_k of the rest by scores, and what top_p asks for
 
 A mean stands for its block if the tokens are alike: a block's self-similarity is the mean cosine of
 all pairs of its tokens, which is the squared norm of the mean of its tokens, each scaled to norm 1.

@@ -101,7 +101,7 @@ def _tile(a: AttentionCall, capability: tuple[int, int] | None) -> Tile:
 
 def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | None:
     """The Hopper kernel's tile for a call; None where it does not compute it, or is slower.
-    a.warpgroups asks for the tile of so many (0: none); where this call has no such tile, the
+    a.warpgroups asks for the tile with that number (0: none); where this call has no such tile, the
     table's is taken."""
     device, band, (B, H_q, N_q, _) = device or a.q.device, a.band[:2], a.q.shape
     kernel = gpus.capability(device), a.decoded.pv, a.head_dim

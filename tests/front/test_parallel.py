@@ -1310,11 +1310,11 @@ def test_every_block_is_quantized_once_of_all_its_rows():
     for lengths in itertools.product((1, 2, 63, 64, 65, 130), repeat=3):
         shards, rows = Shards(lengths), []
         for rank, n in enumerate(lengths):
-            first, lent = shards.offset(rank), shards.lent(rank)
-            own = [*range(first + lent, first + n)]
-            for lender in shards.lenders(rank):
-                at = shards.offset(lender)
-                own += range(at, at + shards.lent(lender))
+            first, leading = shards.offset(rank), shards.leading(rank)
+            own = [*range(first + leading, first + n)]
+            for other in shards.completing(rank):
+                at = shards.offset(other)
+                own += range(at, at + shards.leading(other))
             assert -(-len(own) // K_BLOCK) == shards.blocks(rank)
             assert not own or own[0] == shards.first_block(rank) * K_BLOCK
             rows += own
