@@ -229,6 +229,7 @@ reinterpret = _take(
     "triton.experimental.gluon.language:shared_memory_descriptor.reinterpret",
     "triton.experimental.gluon.language:shared_memory_descriptor._reinterpret",
     without="as gluon", optional=True)
+aggregate = _take("triton.language.core:_aggregate", without="as gluon", optional=True)
 GluonDescriptor = _take("triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
     without="as gluon", optional=True)
 GluonJITFunction = _take("triton.experimental.gluon._runtime:GluonJITFunction",

@@ -19,6 +19,7 @@ from sage_inductor.ops.compat import (
     GLUON,
     GLUON_VERSIONS,
     GluonDescriptor,
+    aggregate,
     gluon,
     gluon_barrier,
     reinterpret,
@@ -210,7 +211,9 @@ def hopper_unavailable(capability: tuple[int, int]) -> str | None:
 @functools.cache
 def _unavailable(version: str) -> str | None:
     known = GLUON[0] <= tuple(map(int, version.split(".")[:2])) <= GLUON[1]
-    if known and None not in (gluon, gluon_barrier, reinterpret, tma_load, GluonDescriptor):
+    if known and None not in (
+        gluon, aggregate, gluon_barrier, reinterpret, tma_load, GluonDescriptor
+    ):  # fmt: skip
         return None
     return (
         f"the Hopper kernel is tested with Triton {GLUON_VERSIONS}, not {version}: calls run"

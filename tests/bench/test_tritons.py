@@ -18,7 +18,7 @@ def test_a_length_has_each_variant(row, split):
     (launch,) = (each for each in launches if each.kernel is tritons.kernel._hopper_kernel)
     given = dict(zip(launch.kernel.arg_names, launch.arguments))
     assert given["SPLIT"] == split and given["FP8"] == (row[0] == "fp8")
-    assert given["WARPGROUPS"] == row[4].warpgroups and given["BAND"][1] == (0 if row[2] else -1)
+    assert given["WARPGROUPS"] == row[4].warpgroups and given["RIGHT"] == (0 if row[2] else -1)
 
 
 def test_each_variant_is_kept_with_what_a_launch_has_to_know(tmp_path, monkeypatch):

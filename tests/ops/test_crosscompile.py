@@ -327,14 +327,9 @@ def test_tiles_of_a_causal_call_are_dealt_about_equally(heads, num_m, group, mon
     monkeypatch.setattr(hopper.tl, "minimum", min)  # of ints
     programs, found = 132, []
     for t in range(heads * num_m):
-        b, h, h_kv, row = hopper._tile_coords.fn(
-            t, num_m, heads, group, heads // 2 or 1, 1, (), False, 192
-        )
-        assert row % 192 == 0 and h_kv == 0
-        found.append((b, h, row // 192))
-    H_q = heads // 2 or 1
-    assert sorted(found) == [(n // H_q, n % H_q, m) for n in range(heads) for m in range(num_m)]
-    busy = [sum(m + 1 for *_, m in found[program::programs]) for program in range(programs)]
+        found.append(hopper._head_and_tile.fn(t, num_m, heads, group))
+    assert sorted(found) == [(head, m) for head in range(heads) for m in range(num_m)]
+    busy = [sum(m + 1 for _, m in found[program::programs]) for program in range(programs)]
     assert max(busy) <= 1.06 * sum(busy) / programs
 
 
@@ -596,7 +591,7 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    "name", ["gluon", "gluon_barrier", "reinterpret", "tma_load", "GluonDescriptor"]
+    "name", ["gluon", "aggregate", "gluon_barrier", "reinterpret", "tma_load", "GluonDescriptor"]
 )
 def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(name, monkeypatch):
     tiles._unavailable.cache_clear()

@@ -237,6 +237,10 @@ def test_pieces_of_a_tile_of_hoppers_kernel_make_up_the_tile(monkeypatch):
 # -- blocks of keys that the Hopper kernel reads ----
 
 
+# Of the Hopper kernel's context what `walk` reads.
+WALK = collections.namedtuple("WALK", "LISTED LEFT RIGHT BOTTOM_RIGHT BLOCK_M BLOCK_N N_q N_kv")
+
+
 @triton.jit
 def _walk_kernel(
     First, Count, Codes, N_q, N_kv, LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -244,13 +248,13 @@ def _walk_kernel(
 ):  # fmt: skip
     """Grid: (tiles,). First, Count [tiles]; Codes [tiles, BLOCK_M / 64, BLOCKS]."""
     row = tl.program_id(0) * BLOCK_M
-    band: tl.constexpr = (LEFT, RIGHT, BOTTOM_RIGHT)
-    first, _, count = tile_lists.walk(First, 0, row, N_q, N_kv, band, False, BLOCK_M, 128)
+    ctx = WALK(False, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, 128, N_q, N_kv)
+    first, _, count = tile_lists.walk(First, row, ctx)
     tl.store(First + tl.program_id(0), first)
     tl.store(Count + tl.program_id(0), count)
     for i in range(0, BLOCK_M // 64):
         j = tl.arange(0, BLOCKS)
-        code = tile_lists.band_code(j, row + 64 * i, N_q, N_kv, (LEFT, RIGHT, BOTTOM_RIGHT), 128)
+        code = tile_lists.band_code(j, row + 64 * i, N_q, N_kv, LEFT, RIGHT, BOTTOM_RIGHT, 128)
         tl.store(Codes + (row // 64 + i) * BLOCKS + j, code)
 
 

@@ -293,7 +293,8 @@ def test_what_a_causal_training_step_launches(plan, monkeypatch):
         "_hopper_kernel", "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel",
         "dkdv_kernel",
     )  # fmt: skip
-    assert forward["OWN"] and forward["BAND"] == (-1, 0, False) and grids[2] == (4, 1)
+    band = [forward[name] for name in ("LEFT", "RIGHT", "BOTTOM_RIGHT")]
+    assert forward["OWN"] and band == [-1, 0, False] and grids[2] == (4, 1)
     # By these tiles the emulation knows where k_own is read.
     assert (forward["WARPGROUPS"], forward["BLOCK_N"]) == (3, 128)
     assert all(each["CAUSAL"] for each in (rows, turn, dq, dkdv))

@@ -25,6 +25,7 @@ exactly); the rest is triton.py's, as is every call where Gluon, which is experi
 than GLUON's in compat.py.
 """
 
+import collections
 import math
 
 import triton
@@ -39,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sage_inductor.ops.attention.hopper.ring import fields, make_ring, record
 from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, walk
 from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
@@ -52,6 +54,35 @@ _LN2 = gl.constexpr(1 / LOG2E)
 _LOG2_FP8_MAX = gl.constexpr(math.log2(E4M3_MAX))
 _ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
 _LEAST = gl.constexpr(2.0**-46)  # of a scale: what it makes of codes is 0 beside 1
+
+
+# How much of a block of keys the rows of a warpgroup see.
+FULL = gl.constexpr(0)  # all
+EDGE = gl.constexpr(1)  # a part: the causal diagonal, the last keys
+CODED = gl.constexpr(2)  # what its code says (tile_lists.py)
+
+
+# What the parts of the kernel take: its parameters, and what follows from them.
+@record
+class Context:
+    __annotations__ = fields(
+        constants="D D_V SCALE LEFT RIGHT BOTTOM_RIGHT LISTED MASK SPLIT ROTATED FP8 KEEPS_MAX OWN"
+        " BLOCK_M BLOCK_N BLOCK_D BLOCK_DV WARPGROUPS STAGES CHUNK ALONE BOUNDED CAUSAL",
+        values="q_smem k_smem v_smem scale_smem ring order Q K_scale V_scale V_mean Out Lse Part"
+        " Part_ml Words stride_wb stride_wh stride_wm List stride_lb stride_lh stride_lm stride_qb"
+        " stride_qh stride_qn stride_ob stride_oh stride_on H_q H_kv N_q N_kv N_pad num_m heads"
+        " group whole_tiles K K_own K_own_scale V",
+    )
+
+
+# A tile: its first row; if BOUNDED, what `walk` says of the blocks that it reads.
+Tile = collections.namedtuple("Tile", "b h h_kv row first_block whole")
+# A warpgroup's turn at the tensor cores: its barrier and phase, the next warpgroup's barrier, and
+# that of the place in the ring which is free then, if any is.
+Turn = collections.namedtuple("Turn", "own phase next read any_read")
+# A warpgroup's part of a tile: its first row; the tile's first block; how many blocks the ring held
+# and turns it had before; its mask; k's scales; q's scales, one a row.
+Rows = collections.namedtuple("Rows", "row0 begin fetched taken words k_scale q_scale")
 
 
 @gluon.jit
@@ -89,20 +120,17 @@ def _pin(l):
 
 
 @triton.jit
-def _lists_of(b, h, of_list):
+def _lists_of(b, h, ctx):
     """A head's List (tile_lists.py)."""
-    List, stride_lb, stride_lh, _ = of_list
-    return List + b.to(tl.int64) * stride_lb + h.to(tl.int64) * stride_lh
+    return ctx.List + b.to(tl.int64) * ctx.stride_lb + h.to(tl.int64) * ctx.stride_lh
 
 
 @triton.jit
-def _tile_coords(
-    t, num_m, heads, group, H_q, H_kv, of_list, LISTED: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """Tile t -> (b, h, h_kv, first row). Tiles of `group` heads, whose k and v share L2, follow
-    each other by length: upwards in one group, downwards in the next and in the last. Of one head
-    every other tile goes up and the rest down. So each program, which takes every num_programs-th,
-    gets about as much as the others."""
+def _head_and_tile(t, num_m, heads, group):
+    """Tile t -> its head, and which of the head's tiles by length it is. Heads of a group are
+    scheduled together, because their k and v share L2: in one group from short tiles to long ones,
+    in the next from long to short, as in the last. A single head has every other tile on the way
+    up, the rest on the way down. So programs that stride by num_programs get equal work."""
     g = t // (group * num_m)
     r = t - g * group * num_m
     size = tl.minimum(group, heads - g * group)
@@ -112,22 +140,16 @@ def _tile_coords(
         m = num_m - 1 - m
     if heads == 1:
         m = tl.minimum(2 * m, 2 * (num_m - m) - 1)
-    b = head // H_q
-    h = head - b * H_q
-    h_kv = h // (H_q // H_kv)
-    if LISTED:
-        m = tl.load(_lists_of(b, h, of_list) + m.to(tl.int64) * of_list[3] + 2)
-    row = m * BLOCK_M
-    return b, h, h_kv, row
+    return head, m
 
 
 @gluon.jit
-def _num_blocks(row_end, N_kv, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
+def _num_blocks(row_end, N_kv, ctx):
     """Blocks of keys that the rows before row_end see."""
     end = N_kv
-    if CAUSAL:
+    if ctx.CAUSAL:
         end = gl.minimum(end, row_end)
-    return (end + BLOCK_N - 1) // BLOCK_N
+    return (end + ctx.BLOCK_N - 1) // ctx.BLOCK_N
 
 
 @gluon.jit
@@ -135,14 +157,6 @@ def _first_own(row, BLOCK_N: gl.constexpr):
     """(OWN) The block of keys from which on a tile that begins at row reads K_own: the same keys by
     blocks of 128 and of 64."""
     return row // 128 * (128 // BLOCK_N)
-
-
-@gluon.constexpr_function
-def _is_bounded(band, listed):
-    """There are lists, or a band (left, right, bottom_right; -1: no bound) that is not SDPA's
-    causal one."""
-    left, right, bottom_right = band
-    return listed or left >= 0 or right > 0 or (right == 0 and bottom_right)
 
 
 @gluon.constexpr_function
@@ -166,42 +180,40 @@ def _streamk_share(program, programs, blocks):
 
 
 @gluon.jit
-def _work_items(whole_tiles, num_tiles, blocks):
+def _work_items(num_tiles, blocks, ctx):
     """(whole tiles, pieces of tiles, first and last + 1 of the blocks they are) of this program.
 
     The first whole_tiles go round; all blocks of the others are dealt out in equal, consecutive
     shares, so that no program waits for one more round (Stream-K, arXiv:2301.03598)."""
     programs = gl.num_programs(0)
-    count = gl.maximum((whole_tiles - gl.program_id(0) + programs - 1) // programs, 0)
-    lo = _streamk_share(gl.program_id(0), programs, (num_tiles - whole_tiles) * blocks)
-    hi = _streamk_share(gl.program_id(0) + 1, programs, (num_tiles - whole_tiles) * blocks)
+    count = gl.maximum((ctx.whole_tiles - gl.program_id(0) + programs - 1) // programs, 0)
+    lo = _streamk_share(gl.program_id(0), programs, (num_tiles - ctx.whole_tiles) * blocks)
+    hi = _streamk_share(gl.program_id(0) + 1, programs, (num_tiles - ctx.whole_tiles) * blocks)
     pieces = gl.where(hi > lo, (hi - 1) // blocks - lo // blocks + 1, 0)
     return count, pieces, lo, hi
 
 
 @gluon.jit
-def _work_item(k, count, lo, hi, whole_tiles, blocks):
+def _work_item(k, count, lo, hi, blocks, ctx):
     """Item k of this program -> (tile, first block, last block + 1)."""
     t = gl.program_id(0) + k * gl.num_programs(0)
     begin, end = 0, blocks
     if k >= count:
         n = lo // blocks + k - count
-        t = whole_tiles + n
+        t = ctx.whole_tiles + n
         begin = gl.maximum(lo - n * blocks, 0)
         end = gl.minimum(hi - n * blocks, blocks)
     return t, begin, end
 
 
 @gluon.jit
-def _load_q(
-    Q, b, h, row0, stride_b, stride_h, stride_n, N_q,
-    D: gl.constexpr, L: gl.constexpr, BLOCK_D: gl.constexpr,
-):  # fmt: skip
+def _load_q(b, h, row0, ctx):
+    L: gl.constexpr = _rows_layout(ctx.BLOCK_D)
     rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
-    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, L))
-    q = Q + ((b.to(gl.int64) * stride_b + h.to(gl.int64) * stride_h) >> 1)
-    q = q + ((rows.to(gl.int64) * stride_n) >> 1)[:, None] + d[None, :]
-    return gl.load(q, mask=(rows < N_q)[:, None] & (d < D)[None, :], other=0.0)
+    d = gl.arange(0, ctx.BLOCK_D, layout=gl.SliceLayout(0, L))
+    q = ctx.Q + ((b.to(gl.int64) * ctx.stride_qb + h.to(gl.int64) * ctx.stride_qh) >> 1)
+    q = q + ((rows.to(gl.int64) * ctx.stride_qn) >> 1)[:, None] + d[None, :]
+    return gl.load(q, mask=(rows < ctx.N_q)[:, None] & (d < ctx.D)[None, :], other=0.0)
 
 
 @gluon.jit
@@ -238,9 +250,10 @@ def _as_in_rotate(k):
 
 
 @gluon.jit
-def _quantize_q(q, q_smem, ROTATED: gl.constexpr, SCALE: gl.constexpr, D: gl.constexpr):
-    """q [64, D] -> INT8 in q_smem; returns scale [64] with SCALE * log2 e in it."""
-    x = _rotate(q, D) if ROTATED else q.to(gl.float32)
+def _quantize_q(q, q_smem, ctx):
+    """q [64, BLOCK_D] -> INT8 in q_smem; returns scale [64] with SCALE * log2 e in it."""
+    SCALE: gl.constexpr = ctx.SCALE
+    x = _rotate(q, ctx.BLOCK_D) if ctx.ROTATED else q.to(gl.float32)
     amax = gl.reduce(gl.abs(x), 1, _max_or_nan)
     amax = gl.where(amax < _TINY, _TINY, amax)
     inverse = gl.div_rn(gl.full_like(amax, _INT8_MAX), amax)
@@ -258,40 +271,35 @@ def _quantize_q(q, q_smem, ROTATED: gl.constexpr, SCALE: gl.constexpr, D: gl.con
 
 
 @gluon.jit
-def _fetch(
-    n, end, i, of_kv, shared, of_tile, N_q, N_kv, N_pad, stride_lm,
-    BAND: gl.constexpr, LISTED: gl.constexpr, FP8: gl.constexpr, OWN: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The n-th block of k and v that a tile reads, if it reads so many (end), into the ring's place
-    for the i-th; the barrier of `full` tells when it is there. of_tile: b, h_kv, head_kv, its first
-    row, its first block and how many it reads whole, as `walk` tells."""
-    q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
-    K, K_own, K_own_scale, V = of_kv
-    b, h_kv, head_kv, row, first_block, whole = of_tile
+def _fetch(n, end, i, head_kv, tile, ctx):
+    """The n-th block of k and v that a tile reads, unless that is its end, into the ring's place
+    for the i-th."""
     j = n
-    if _is_bounded(BAND, LISTED):
+    if ctx.BOUNDED:
         entry = 0
-        if LISTED:
-            entry = entry_of(first_block, gl.minimum(n, gl.maximum(end - 1, 0)), whole, stride_lm)
-        j, _ = block_of(first_block, n, entry, 0, row, N_q, N_kv, BAND, LISTED, BLOCK_N)
-    stage, reads = i % STAGES, n < end
-    bar = full.index(stage)
-    row_k = head_kv * N_pad + j * BLOCK_N
-    of_scales: gl.constexpr = 4 * BLOCK_N if OWN else 0
-    mbarrier.expect(bar, K.block_type.nbytes + V.block_type.nbytes + of_scales, pred=reads)
-    if OWN:
-        own = j >= _first_own(row, BLOCK_N)
-        tma_load(K, [row_k, 0], bar, k_smem.index(stage), pred=reads & (own == 0))
-        tma_load(K_own, [row_k, 0], bar, k_smem.index(stage), pred=reads & own)
-        tma_load(K_own_scale, [row_k], bar, scale_smem.index(stage), pred=reads)
+        if ctx.LISTED:
+            last = gl.maximum(end - 1, 0)
+            entry = entry_of(tile.first_block, gl.minimum(n, last), tile.whole, ctx.stride_lm)
+        j, _ = block_of(tile.first_block, n, entry, 0, tile.row, ctx)
+    stage, reads = i % ctx.STAGES, n < end
+    bar = ctx.ring.full.index(stage)
+    row_k = head_kv * ctx.N_pad + j * ctx.BLOCK_N
+    of_scales: gl.constexpr = 4 * ctx.BLOCK_N if ctx.OWN else 0
+    mbarrier.expect(bar, ctx.K.block_type.nbytes + ctx.V.block_type.nbytes + of_scales, pred=reads)
+    if ctx.OWN:
+        own = j >= _first_own(tile.row, ctx.BLOCK_N)
+        k = ctx.k_smem.index(stage)
+        tma_load(ctx.K, [row_k, 0], bar, k, pred=reads & (own == 0))
+        tma_load(ctx.K_own, [row_k, 0], bar, k, pred=reads & own)
+        tma_load(ctx.K_own_scale, [row_k], bar, ctx.scale_smem.index(stage), pred=reads)
     else:
-        tma_load(K, [row_k, 0], bar, k_smem.index(stage), pred=reads)
-    if FP8:
-        tma_load(V, [head_kv * BLOCK_DV, j * BLOCK_N], bar, v_smem.index(stage), pred=reads)
+        tma_load(ctx.K, [row_k, 0], bar, ctx.k_smem.index(stage), pred=reads)
+    v = ctx.v_smem.index(stage)
+    if ctx.FP8:
+        tma_load(ctx.V, [head_kv * ctx.BLOCK_DV, j * ctx.BLOCK_N], bar, v, pred=reads)
     else:
-        v = reinterpret(v_smem.index(stage), V.dtype, V.block_type.shape, V.layout)
-        tma_load(V, [b, h_kv, j * BLOCK_N, 0], bar, v, pred=reads)
+        v = reinterpret(v, ctx.V.dtype, ctx.V.block_type.shape, ctx.V.layout)
+        tma_load(ctx.V, [tile.b, tile.h_kv, j * ctx.BLOCK_N, 0], bar, v, pred=reads)
 
 
 @gluon.jit
@@ -311,12 +319,11 @@ def _columns_below(limit, L5: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _hide_by_words(
-    x, row0, j, words, stride_wm, BLOCK_N: gl.constexpr, L5: gl.constexpr
-):  # fmt: skip
+def _hide_by_words(x, j, rows, ctx):
     """`_hide` by the mask. A thread's constants of a register are on the right, as in
     `_columns_below`: a score takes one test of a bit."""
-    WORDS: gl.constexpr = BLOCK_N // 32
+    L5: gl.constexpr = x.type.layout
+    WORDS: gl.constexpr = ctx.BLOCK_N // 32
     x = x.reshape([64, WORDS, 4, 4, 2])
     L: gl.constexpr = x.type.layout
     E: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
@@ -326,37 +333,37 @@ def _hide_by_words(
     even_odd = gl.arange(0, 2, layout=E)[None, None, None, None, :]
     quad = gl.arange(0, 4, layout=Q)[None, None, None, :, None]
     core = gl.arange(0, 4, layout=C)[None, None, :, None, None]
-    rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, W))
+    row = rows.row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, W))
     word = j * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, W))
-    found = gl.load(words + (rows.to(gl.int64) * stride_wm)[:, None] + word[None, :])
+    found = gl.load(rows.words + (row.to(gl.int64) * ctx.stride_wm)[:, None] + word[None, :])
     found = gl.expand_dims(gl.expand_dims(gl.expand_dims(found, 2), 3), 4) >> (quad * 2)
     x = gl.where((found & (1 << (core * 8 + even_odd))) != 0, x, -float("inf"))
-    return gl.convert_layout(x.reshape([64, BLOCK_N // 64, 8, 4, 2]), L5, assert_trivial=True)
+    return gl.convert_layout(x.reshape([64, ctx.BLOCK_N // 64, 8, 4, 2]), L5, assert_trivial=True)
 
 
 @gluon.jit
-def _hide(
-    x, row0, j, code, N_q, N_kv, words, stride_wm,
-    BAND: gl.constexpr, LISTED: gl.constexpr, MASK: gl.constexpr, BLOCK_N: gl.constexpr,
-    ROW: gl.constexpr, L5: gl.constexpr,
-):  # fmt: skip
+def _hide(x, j, code, rows, ctx):
     """x [64, blocks, 8, 4, 2] fp32, of block j, with -inf where band (unless its code is 2) or mask
-    hide a key. words: of the head's first row."""
-    BLOCKS: gl.constexpr = BLOCK_N // 64
-    if MASK:
-        x = _hide_by_words(x, row0, j, words, stride_wm, BLOCK_N, L5)
-    limit = gl.full([64], N_kv, gl.int32, ROW)
-    here = row0 + gl.arange(0, 64, layout=ROW)
-    if BAND[2]:
-        here += N_kv - N_q
-    if BAND[1] >= 0:
-        right = gl.minimum(limit, here + (BAND[1] + 1))
-        limit = gl.where(code == 2, limit, right) if LISTED else right
-    if BAND[1] >= 0 or not MASK:  # no bit shows a key beyond N_kv
-        x = gl.where(_columns_below(limit - j * BLOCK_N, L5, BLOCKS), x, -float("inf"))
-    if BAND[0] >= 0:
-        left = here - BAND[0] - j * BLOCK_N
-        if LISTED:
+    hide a key."""
+    L5: gl.constexpr = x.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(
+        1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(2, L5)))
+    )
+    BLOCKS: gl.constexpr = ctx.BLOCK_N // 64
+    if ctx.MASK:
+        x = _hide_by_words(x, j, rows, ctx)
+    limit = gl.full([64], ctx.N_kv, gl.int32, ROW)
+    here = rows.row0 + gl.arange(0, 64, layout=ROW)
+    if ctx.BOTTOM_RIGHT:
+        here += ctx.N_kv - ctx.N_q
+    if ctx.RIGHT >= 0:
+        right = gl.minimum(limit, here + (ctx.RIGHT + 1))
+        limit = gl.where(code == 2, limit, right) if ctx.LISTED else right
+    if ctx.RIGHT >= 0 or not ctx.MASK:  # no bit shows a key beyond N_kv
+        x = gl.where(_columns_below(limit - j * ctx.BLOCK_N, L5, BLOCKS), x, -float("inf"))
+    if ctx.LEFT >= 0:
+        left = here - ctx.LEFT - j * ctx.BLOCK_N
+        if ctx.LISTED:
             left = gl.where(code == 2, 0, left)
         x = gl.where(_columns_below(left, L5, BLOCKS), -float("inf"), x)
     return x
@@ -369,16 +376,16 @@ def _row_maximum(s):
 
 
 @gluon.jit
-def _softmax(
-    x, c, highest, m, l, FP8: gl.constexpr, SCALED: gl.constexpr, MAY_BE_EMPTY: gl.constexpr
-):  # fmt: skip
-    """x [64, blocks, 8, 4, 2], which c [64, blocks, 1] has SCALED or is yet to, the scores' maxima
-    of a thread [64, blocks, 4], m [64], l [64, 4], a sum a thread -> p, m, l, alpha."""
+def _softmax(x, c, highest, m, l, PART: gl.constexpr, FP8: gl.constexpr):
+    """x [64, blocks, 8, 4, 2], c [64, blocks, 1], by which x of an EDGE is scaled already, the
+    scores' maxima of a thread [64, blocks, 4], m [64], l [64, 4], a sum a thread -> p, m, l, alpha.
+    """
+    SCALED: gl.constexpr = PART == EDGE
     OFFSET: gl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
     highest = gl.max(gl.max(highest, axis=1), axis=1)
     m_new = gl.maximum(m, gl.convert_layout(highest, m.type.layout, assert_trivial=True))
     shift = m_new
-    if MAY_BE_EMPTY:  # a row that has seen nothing yet has no maximum: m - m_new would be NaN
+    if PART == CODED:  # a row that has seen nothing yet has no maximum: m - m_new would be NaN
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = _exp2(m - shift)
     if FP8:
@@ -411,401 +418,354 @@ def _add_pv(p, v, o, alpha, FP8: gl.constexpr):
 
 
 @gluon.jit
+def _turn_after(j, wg: gl.constexpr, rows, ctx):
+    """The turn of warpgroup wg after the one in which it begins with the tile's j-th block."""
+    free, order = ctx.ring.free, ctx.order
+    read = free.index((rows.fetched + j + ctx.STAGES - 1) % ctx.STAGES)
+    next, any_read = order.index((wg + 1) % ctx.WARPGROUPS), j > rows.begin
+    return Turn(order.index(wg), (rows.taken + j + 1) & 1, next, read, any_read)
+
+
+@gluon.jit
+def _pass_on(turn):
+    """The turn; the last block, too, has been read."""
+    mbarrier.arrive(turn.next, count=1)
+    mbarrier.arrive(turn.read, count=1, pred=turn.any_read)
+
+
+@gluon.jit
 def _attend(
-    q_tile, k_smem, v_smem, stage, zero, m, l, o, q_scale, k_scale,
-    next_order, read, any_read, turn, phase, row0, j, code, N_q, N_kv, words, stride_wm,
-    BAND: gl.constexpr, LISTED: gl.constexpr, MASK: gl.constexpr, PART: gl.constexpr,
-    FP8: gl.constexpr, K_ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
-    CHUNK: gl.constexpr, L5: gl.constexpr, ROW: gl.constexpr, P: gl.constexpr, OROW: gl.constexpr,
-    ALONE: gl.constexpr,
+    PART: gl.constexpr, stage, block, code, k_scale, m, l, o, turn, wg: gl.constexpr, rows, ctx,
 ):  # fmt: skip
-    """m, l and o after block j of k and v, in two turns at the tensor cores: the one that this
-    warpgroup has, which it passes on, and that of `phase`, which it keeps (ALONE: there are no
-    turns). PART: 0 all of the block is in sight, 1 a part, 2 what its code (tile_lists.py) says.
-    k_scale: of each 64 keys; K_ROWS: in shared memory, of each key."""
+    """m, l and o after the j-th block of k and v that the tile reads, in two turns at the tensor
+    cores: the one that this warpgroup has, which it passes on, and the next, which it keeps (ALONE:
+    there are no turns). k_scale: of each 64 keys; if the codes are OWN, in shared memory, of each
+    key."""
+    BLOCK_N: gl.constexpr = ctx.BLOCK_N
+    CHUNK: gl.constexpr = ctx.CHUNK
     BLOCKS: gl.constexpr = BLOCK_N // 64
-    k = k_smem.index(stage).permute((1, 0))
-    s = warpgroup_mma(q_tile, k, zero, use_acc=False, is_async=True)
-    if not ALONE:  # side by side: around each of them Triton lets the warpgroup wait for itself
-        mbarrier.arrive(next_order, count=1)
-        mbarrier.arrive(read, count=1, pred=any_read)
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    OROW: gl.constexpr = gl.SliceLayout(1, o[0].type.layout)
+    P: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, 4 if ctx.FP8 else 2)
+    zero = gl.full([64, BLOCK_N], 0, gl.int32, S)
+    k = ctx.k_smem.index(stage).permute((1, 0))
+    s = warpgroup_mma(ctx.q_smem.index(wg), k, zero, use_acc=False, is_async=True)
+    if not ctx.ALONE:  # side by side: around each of them Triton lets the warpgroup wait for itself
+        _pass_on(turn)
     s = warpgroup_mma_wait(0, [s])
-    c = gl.expand_dims(gl.expand_dims(q_scale, 1), 2)
-    if K_ROWS:
-        s = s.to(gl.float32) * gl.expand_dims(k_scale.load(gl.SliceLayout(0, zero.type.layout)), 0)
+    c = gl.expand_dims(gl.expand_dims(rows.q_scale, 1), 2)
+    if ctx.OWN and PART == EDGE:
+        s = s.to(gl.float32) * gl.expand_dims(k_scale.load(gl.SliceLayout(0, S)), 0)
     else:
         c = c * gl.expand_dims(gl.expand_dims(k_scale, 0), 2)
     s = s.reshape([64, BLOCKS, 8, 4, 2])
-    if PART == 2:  # -inf * 0
+    if PART == CODED:  # -inf * 0
         c = gl.where(c < _LEAST, _LEAST, c)
     x = s.to(gl.float32)
-    if PART == 1:  # scaled first: the other way takes more registers
+    if PART == EDGE:  # scaled first: the other way takes more registers
         c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
-        x = _hide(
-            x * c5, row0, j, 1, N_q, N_kv, words, stride_wm, BAND, False, False, BLOCK_N, ROW, L5
-        )
+        x = _hide(x * c5, block, 1, rows, ctx)
         highest = _row_maximum(x)
     else:  # scaled in the exponential, by an fma
-        if PART == 2:
+        if PART == CODED:
             if code < 3:
-                x = _hide(
-                    x, row0, j, code, N_q, N_kv, words, stride_wm, BAND, LISTED, MASK, BLOCK_N, ROW,
-                    L5,
-                )  # fmt: skip
+                x = _hide(x, block, code, rows, ctx)
             highest = _row_maximum(x)  # where s stays, up to 100 registers are spilled
         else:
             highest = _row_maximum(s).to(gl.float32)  # of integers it takes half the instructions
         highest = highest * c
-    p, m, l, alpha = _softmax(x, c, highest, m, l, FP8, PART == 1, PART == 2)
+    p, m, l, alpha = _softmax(x, c, highest, m, l, PART, ctx.FP8)
     alpha = gl.expand_dims(gl.convert_layout(alpha, OROW, assert_trivial=True), 1)
-    if FP8:
+    if ctx.FP8:
         p = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
         p = gl.convert_layout(p.reshape([64, BLOCK_N]), P, assert_trivial=True)
         p = _to_fp8(p)
-        v = v_smem.index(stage).permute((1, 0))
+        v = ctx.v_smem.index(stage).permute((1, 0))
     else:
-        p = p.reshape([64, BLOCK_N]).to(v_smem.dtype)
+        p = p.reshape([64, BLOCK_N]).to(ctx.v_smem.dtype)
         p = gl.convert_layout(p, P, assert_trivial=True)
-        v = v_smem.index(stage)
+        v = ctx.v_smem.index(stage)
         o = (o[0] * alpha,)
-    if not ALONE:
-        if BLOCK_DV > 64 and not FP8:
+    if not ctx.ALONE:
+        if ctx.BLOCK_DV > 64 and not ctx.FP8:
             l = _pin(l)
-        mbarrier.wait(turn, phase)
-    if BLOCK_DV == CHUNK:
-        o = (_add_pv(p, v, o[0], alpha, FP8),)
+        mbarrier.wait(turn.own, turn.phase)
+    if ctx.BLOCK_DV == CHUNK:
+        o = (_add_pv(p, v, o[0], alpha, ctx.FP8),)
     else:
         o = (
-            _add_pv(p, v.slice(0, CHUNK, dim=1), o[0], alpha, FP8),
-            _add_pv(p, v.slice(CHUNK, CHUNK, dim=1), o[1], alpha, FP8),
-            _add_pv(p, v.slice(2 * CHUNK, CHUNK, dim=1), o[2], alpha, FP8),
-            _add_pv(p, v.slice(3 * CHUNK, CHUNK, dim=1), o[3], alpha, FP8),
+            _add_pv(p, v.slice(0, CHUNK, dim=1), o[0], alpha, ctx.FP8),
+            _add_pv(p, v.slice(CHUNK, CHUNK, dim=1), o[1], alpha, ctx.FP8),
+            _add_pv(p, v.slice(2 * CHUNK, CHUNK, dim=1), o[2], alpha, ctx.FP8),
+            _add_pv(p, v.slice(3 * CHUNK, CHUNK, dim=1), o[3], alpha, ctx.FP8),
         )
     return m, l, o
 
 
 @gluon.jit
-def _store(
-    chunks, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
-    stride_ob, stride_oh, stride_on, heads, H_q, N_q,
-    D_V: gl.constexpr, FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, BLOCK_DV: gl.constexpr,
-    CHUNK: gl.constexpr, O: gl.constexpr, LO: gl.constexpr, BOUNDED: gl.constexpr,
+def _attend_blocks(
+    PART: gl.constexpr, lo, hi, end, entry, m, l, o, wg: gl.constexpr, rows, tile, ctx
 ):  # fmt: skip
+    """m, l and o after the blocks from the lo-th to before the hi-th that the tile reads, and the
+    list's entry of the hi-th."""
+    for j in range(lo, hi):
+        i = rows.fetched + j
+        stage = i % ctx.STAGES
+        turn = _turn_after(j, wg, rows, ctx)
+        block, code = j, 0
+        if ctx.BOUNDED:
+            block, code = block_of(tile.first_block, j, entry, wg, rows.row0, ctx)
+        if ctx.LISTED:  # of the next one, which arrives meanwhile
+            entry = entry_of(tile.first_block, j + 1, tile.whole, ctx.stride_lm)
+        if ctx.OWN and PART == EDGE:
+            k_scale = ctx.scale_smem.index(stage)
+        else:
+            k_scale = gl.load(rows.k_scale + block * (ctx.BLOCK_N // 64))
+        ctx.ring.wait_full(i)
+        if PART != CODED or ctx.ALONE or code > 0:
+            m, l, o = _attend(PART, stage, block, code, k_scale, m, l, o, turn, wg, rows, ctx)
+        else:
+            _pass_on(turn)
+            mbarrier.wait(turn.own, turn.phase)
+        if ctx.ALONE:
+            head_kv = tile.b * ctx.H_kv + tile.h_kv
+            gluon_barrier()  # all its warps have read the stage
+            _fetch(j + ctx.STAGES, end, i, head_kv, tile, ctx)
+    return entry, m, l, o
+
+
+@gluon.jit
+def _store(chunks, m, total, row0, tile, ctx):
     """chunks of o, each [64, CHUNK], m, total [64] -> Out, Lse."""
+    O: gl.constexpr = chunks[0].type.layout
+    LO: gl.constexpr = _rows_layout(ctx.CHUNK)
     of_row = gl.convert_layout(total, gl.SliceLayout(1, O), assert_trivial=True)
     inverse = 1.0 / of_row
-    if BOUNDED:  # a row that sees nothing is 0
+    if ctx.BOUNDED:  # a row that sees nothing is 0
         inverse = gl.where(of_row == 0, 0.0, inverse)
     rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, LO))
-    out = Out + ((b.to(gl.int64) * stride_ob + h.to(gl.int64) * stride_oh) >> 1)
-    out = out + gl.expand_dims((rows.to(gl.int64) * stride_on) >> 1, 1)
-    for chunk in gl.static_range(BLOCK_DV // CHUNK):
+    out = ctx.Out + (
+        (tile.b.to(gl.int64) * ctx.stride_ob + tile.h.to(gl.int64) * ctx.stride_oh) >> 1
+    )
+    out = out + gl.expand_dims((rows.to(gl.int64) * ctx.stride_on) >> 1, 1)
+    for chunk in gl.static_range(ctx.BLOCK_DV // ctx.CHUNK):
         o = chunks[chunk] * gl.expand_dims(inverse, 1)
-        if FP8:
-            dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, O))
-            channel = head_kv * D_V
-            v_scale = gl.load(V_scale + channel + dv, mask=dv < D_V, other=0.0)
-            v_mean = gl.load(V_mean + channel + dv, mask=dv < D_V, other=0.0)
+        if ctx.FP8:
+            dv = chunk * ctx.CHUNK + gl.arange(0, ctx.CHUNK, layout=gl.SliceLayout(0, O))
+            channel = (tile.b * ctx.H_kv + tile.h_kv) * ctx.D_V
+            v_scale = gl.load(ctx.V_scale + channel + dv, mask=dv < ctx.D_V, other=0.0)
+            v_mean = gl.load(ctx.V_mean + channel + dv, mask=dv < ctx.D_V, other=0.0)
             o = o * gl.expand_dims(v_scale, 0) + gl.expand_dims(v_mean, 0)
-            if BOUNDED:
+            if ctx.BOUNDED:
                 o = gl.where(gl.expand_dims(of_row == 0, 1), 0.0, o)
-        o = gl.convert_layout(o.to(Out.dtype.element_ty), LO)
-        dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LO))
-        keep = gl.expand_dims(rows < N_q, 1) & gl.expand_dims(dv < D_V, 0)
+        o = gl.convert_layout(o.to(ctx.Out.dtype.element_ty), LO)
+        dv = chunk * ctx.CHUNK + gl.arange(0, ctx.CHUNK, layout=gl.SliceLayout(0, LO))
+        keep = gl.expand_dims(rows < ctx.N_q, 1) & gl.expand_dims(dv < ctx.D_V, 0)
         gl.store(out + gl.expand_dims(dv, 0), o, mask=keep)
-    OFFSET: gl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
+    OFFSET: gl.constexpr = _LOG2_FP8_MAX if ctx.FP8 else 0.0
     total = gl.convert_layout(total, m.type.layout, assert_trivial=True)
     lse = (m - OFFSET + gl.log2(total)) * _LN2
     rows = row0 + gl.arange(0, 64, layout=m.type.layout)
-    head = b * H_q + h
-    gl.store(Lse + head.to(gl.int64) * N_q + rows, lse, mask=rows < N_q)
-    if KEEPS_MAX:
-        gl.store(Lse + (heads + head).to(gl.int64) * N_q + rows, m, mask=rows < N_q)
+    head = tile.b * ctx.H_q + tile.h
+    gl.store(ctx.Lse + head.to(gl.int64) * ctx.N_q + rows, lse, mask=rows < ctx.N_q)
+    if ctx.KEEPS_MAX:
+        gl.store(ctx.Lse + (ctx.heads + head).to(gl.int64) * ctx.N_q + rows, m, mask=rows < ctx.N_q)
 
 
 @gluon.jit
-def _store_part(
-    chunks, m, total, slot, row0, Part, Part_ml,
-    BLOCK_M: gl.constexpr, BLOCK_DV: gl.constexpr, CHUNK: gl.constexpr, O: gl.constexpr,
-):  # fmt: skip
+def _store_part(chunks, m, total, slot, row0, ctx):
     """chunks of o, each [64, CHUNK], m, total [64] of a piece of a tile -> rows row0 .. of slot."""
-    rows = slot.to(gl.int64) * BLOCK_M + row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, O))
-    for chunk in gl.static_range(BLOCK_DV // CHUNK):
-        dv = chunk * CHUNK + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, O))
-        ptrs = Part + gl.expand_dims(rows * BLOCK_DV, 1) + gl.expand_dims(dv, 0)
+    O: gl.constexpr = chunks[0].type.layout
+    rows = slot.to(gl.int64) * ctx.BLOCK_M + row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, O))
+    for chunk in gl.static_range(ctx.BLOCK_DV // ctx.CHUNK):
+        dv = chunk * ctx.CHUNK + gl.arange(0, ctx.CHUNK, layout=gl.SliceLayout(0, O))
+        ptrs = ctx.Part + gl.expand_dims(rows * ctx.BLOCK_DV, 1) + gl.expand_dims(dv, 0)
         gl.store(ptrs, chunks[chunk])
-    rows = slot * 2 * BLOCK_M + row0 + gl.arange(0, 64, layout=m.type.layout)
-    gl.store(Part_ml + rows, m)
+    rows = slot * 2 * ctx.BLOCK_M + row0 + gl.arange(0, 64, layout=m.type.layout)
+    gl.store(ctx.Part_ml + rows, m)
     total = gl.convert_layout(total, m.type.layout, assert_trivial=True)
-    gl.store(Part_ml + BLOCK_M + rows, total)
+    gl.store(ctx.Part_ml + ctx.BLOCK_M + rows, total)
 
 
 @gluon.jit
-def _begin_tile(
-    t, wg: gl.constexpr, Q, strides, of_list, shape,
-    D: gl.constexpr, BAND: gl.constexpr, LISTED: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, LQ: gl.constexpr,
-):  # fmt: skip
+def _place_of(t, ctx):
+    """Tile t -> b, h, h_kv, first row."""
+    head, m = _head_and_tile(t, ctx.num_m, ctx.heads, ctx.group)
+    b = head // ctx.H_q
+    h = head - b * ctx.H_q
+    h_kv = h // (ctx.H_q // ctx.H_kv)
+    if ctx.LISTED:
+        m = gl.load(_lists_of(b, h, ctx) + m.to(gl.int64) * ctx.stride_lm + 2)
+    row = m * ctx.BLOCK_M
+    return b, h, h_kv, row
+
+
+@gluon.jit
+def _begin_tile(t, wg: gl.constexpr, ctx):
     """Tile t -> b, h, h_kv, first row, q [64, BLOCK_D] of this warpgroup, and (BOUNDED) what `walk`
-    tells of the tile's blocks."""
-    stride_qb, stride_qh, stride_qn = strides[:3]
-    H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
-    b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M)
-    q = _load_q(Q, b, h, row + wg * 64, stride_qb, stride_qh, stride_qn, N_q, D, LQ, BLOCK_D)
-    blocks = (0, 0, 0)
-    if _is_bounded(BAND, LISTED):
-        blocks = walk(
-            _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
-        )
-    return b, h, h_kv, row, q, blocks
+    says of the tile's blocks."""
+    b, h, h_kv, row = _place_of(t, ctx)
+    q = _load_q(b, h, row + wg * 64, ctx)
+    walked = (0, 0, 0)
+    if ctx.BOUNDED:
+        walked = walk(_lists_of(b, h, ctx), row, ctx)
+    return b, h, h_kv, row, q, walked
 
 
 @gluon.jit
-def _in_sight(
-    row, row0, N_q, N_kv,
-    CAUSAL: gl.constexpr, OWN: gl.constexpr, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
+def _in_sight(row, row0, ctx):
     """(not BOUNDED) Of the 64 rows from row0 on, in a tile that begins at row: how many blocks of
     keys all of them see whole, and how many some of them see."""
-    seen = N_kv
-    if WARPGROUPS == 3:  # a third of a tile may be beyond N_q; ptxas spills for it at D=256
-        seen = gl.where(row0 < N_q, N_kv, 0)
-    mine = _num_blocks(row0 + 64, seen, CAUSAL, BLOCK_N)
-    whole = seen // BLOCK_N
-    if CAUSAL:
-        whole = gl.minimum(whole, (row0 + 1) // BLOCK_N)
-    if OWN:
-        whole = gl.minimum(whole, _first_own(row, BLOCK_N))
+    seen = ctx.N_kv
+    if ctx.WARPGROUPS == 3:  # a third of a tile may be beyond N_q; ptxas spills for it at D=256
+        seen = gl.where(row0 < ctx.N_q, ctx.N_kv, 0)
+    mine = _num_blocks(row0 + 64, seen, ctx)
+    whole = seen // ctx.BLOCK_N
+    if ctx.CAUSAL:
+        whole = gl.minimum(whole, (row0 + 1) // ctx.BLOCK_N)
+    if ctx.OWN:
+        whole = gl.minimum(whole, _first_own(row, ctx.BLOCK_N))
     return whole, mine
 
 
 @gluon.jit
-def _pass_turns(
-    wg: gl.constexpr, shared, next_order, fetched, taken, begin, mine, end, STAGES: gl.constexpr
-):  # fmt: skip
+def _pass_turns(wg: gl.constexpr, mine, end, rows, ctx):
     """After its last block of a tile (mine - 1) a warpgroup passes its turn on, and those of the
     blocks, up to `end`, that its rows do not see and others of the tile do."""
-    q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
-    read, any_read = empty.index((fetched + mine + STAGES - 1) % STAGES), mine > begin
-    mbarrier.arrive(next_order, count=1)
-    mbarrier.arrive(read, count=1, pred=any_read)
+    turn = _turn_after(mine, wg, rows, ctx)
+    _pass_on(turn)
     for j in range(mine, end):  # (not BOUNDED)
-        i = fetched + j
-        mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
-        mbarrier.wait(order.index(wg), (taken + j + 1) & 1)
-        mbarrier.arrive(next_order, count=1)
-        mbarrier.arrive(empty.index(i % STAGES), count=1)
+        ctx.ring.wait_full(rows.fetched + j)
+        mbarrier.wait(turn.own, (rows.taken + j + 1) & 1)
+        mbarrier.arrive(turn.next, count=1)
+        ctx.ring.release(rows.fetched + j)
 
 
 @gluon.jit
-def _consumer(
-    wg: gl.constexpr, shared, tensors, of_kv, of_mask, of_list, strides, shape,
-    D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
-    LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, ROTATED: gl.constexpr,
-    FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _consumer(wg: gl.constexpr, ctx):
     """Warpgroup `wg`: rows 64 wg .. of each of the program's tiles. Alone it has one tile, and
-    fetches k and v itself: of_kv."""
-    q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
-    Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml = tensors
-    Words, stride_wb, stride_wh, stride_wm = of_mask
-    _, _, _, stride_ob, stride_oh, stride_on = strides
-    H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
-    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    ALONE: gl.constexpr = WARPGROUPS == 1
-    BOUNDED: gl.constexpr = _is_bounded(BAND, LISTED)
-    CAUSAL: gl.constexpr = BAND[1] == 0
-    # Channels of o in one product. At 256, four of 64: with two of 128 the ptxas of CUDA 13.4
-    # (Triton 3.9) spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x
-    # (H200, 2026-11-22). Triton 3.6's own takes 1.016x with four, 1.000x causal.
-    CHUNK: gl.constexpr = 64 if BLOCK_DV == 256 else BLOCK_DV
-    BLOCKS: gl.constexpr = BLOCK_N // 64
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 32 if FP8 else 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 4 if FP8 else 2)
-    zero = gl.full([64, BLOCK_N], 0, gl.int32, S)
+    fetches k and v itself."""
+    BLOCKS: gl.constexpr = ctx.BLOCK_N // 64
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ctx.BLOCK_N, 32])
+    O: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, ctx.CHUNK, 32 if ctx.FP8 else 16]
+    )
+    zero = gl.full([64, ctx.BLOCK_N], 0, gl.int32, S)
     L5: gl.constexpr = zero.reshape([64, BLOCKS, 8, 4, 2]).type.layout
     M3: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(2, L5))  # [64, blocks, 4]
     QUAD: gl.constexpr = gl.SliceLayout(1, M3)  # [64, 4]
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, M3))  # [64]
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, M3))  # [blocks]
-    OROW: gl.constexpr = gl.SliceLayout(1, O)
-    gl.static_assert(FP8 or BLOCK_DV == CHUNK, "16-bit p v takes v of head_dim up to 128")
-    LQ: gl.constexpr = _rows_layout(BLOCK_D)
-    LO: gl.constexpr = _rows_layout(CHUNK)
-
-    q_tile = q_smem.index(wg)  # a constant on purpose: at run time, ptxas (CUDA 12.8) read
-    # its descriptor uninitialised where the loop over whole blocks ran zero times
-    num_tiles = num_m * heads
-    blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
-    t, begin, end, items = gl.program_id(0), 0, blocks, 1
-    if not ALONE:
-        count, pieces, first, last = _work_items(whole_tiles, num_tiles, blocks)
-        t, begin, end = _work_item(0, count, first, last, whole_tiles, blocks)
-        items = count + pieces
-    b, h, h_kv, row, q, walked = _begin_tile(
-        t, wg, Q, strides, of_list, shape, D, BAND, LISTED, BLOCK_M, BLOCK_N, BLOCK_D, LQ
+    gl.static_assert(
+        ctx.FP8 or ctx.BLOCK_DV == ctx.CHUNK, "16-bit p v takes v of head_dim up to 128"
     )
-    if BOUNDED:
+
+    q_tile = ctx.q_smem.index(wg)  # a constant on purpose: at run time, ptxas (CUDA 12.8) read
+    # its descriptor uninitialised where the loop over whole blocks ran zero times
+    num_tiles = ctx.num_m * ctx.heads
+    blocks = (ctx.N_kv + ctx.BLOCK_N - 1) // ctx.BLOCK_N
+    t, begin, end, items = gl.program_id(0), 0, blocks, 1
+    if not ctx.ALONE:
+        count, pieces, first, last = _work_items(num_tiles, blocks, ctx)
+        t, begin, end = _work_item(0, count, first, last, blocks, ctx)
+        items = count + pieces
+    b, h, h_kv, row, q, walked = _begin_tile(t, wg, ctx)
+    if ctx.BOUNDED:
         first_block, read_whole, read_all = walked
-    next_order = order.index((wg + 1) % WARPGROUPS)
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
     for item in range(items):
+        tile = Tile(b, h, h_kv, row, 0, 0)
+        if ctx.BOUNDED:
+            tile = Tile(b, h, h_kv, row, first_block, read_whole)
         row0 = row + wg * 64
-        head_kv = b * H_kv + h_kv
+        head_kv = b * ctx.H_kv + h_kv
         entry = 0
-        if LISTED:
-            entry = entry_of(first_block, 0, read_whole, of_list[3])
+        if ctx.LISTED:
+            entry = entry_of(first_block, 0, read_whole, ctx.stride_lm)
         m = gl.full([64], -float("inf"), gl.float32, ROW)
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
-        zeros = gl.full([64, CHUNK], 0.0, gl.float32, O)
-        o = (zeros, zeros, zeros, zeros) if BLOCK_DV > CHUNK else (zeros,)
-        scale_row = head_kv * (N_pad // 64)
-        scale_ptrs = K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
-        if BOUNDED:
+        zeros = gl.full([64, ctx.CHUNK], 0.0, gl.float32, O)
+        o = (zeros, zeros, zeros, zeros) if ctx.BLOCK_DV > ctx.CHUNK else (zeros,)
+        scale_row = head_kv * (ctx.N_pad // 64)
+        k_scale = ctx.K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
+        words = ctx.Words
+        if ctx.BOUNDED:
             begin = 0
-            words = Words + b.to(gl.int64) * stride_wb + h.to(gl.int64) * stride_wh
+            words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
             whole, mine, end = read_whole, read_all, read_all
         else:
-            if not SPLIT:
-                begin, end = 0, _num_blocks(row + BLOCK_M, N_kv, CAUSAL, BLOCK_N)
-            whole, mine = _in_sight(row, row0, N_q, N_kv, CAUSAL, OWN, WARPGROUPS, BLOCK_N)
-            if SPLIT:
+            if not ctx.SPLIT:
+                begin = 0
+                end = _num_blocks(row + ctx.BLOCK_M, ctx.N_kv, ctx)
+            whole, mine = _in_sight(row, row0, ctx)
+            if ctx.SPLIT:
                 mine = gl.minimum(gl.maximum(mine, begin), end)
                 whole = gl.minimum(gl.maximum(whole, begin), mine)
                 fetched -= begin  # block j is the ring's fetched + j
                 taken -= begin
-        if ALONE:
-            of_tile = (b, h_kv, head_kv, row, 0, 0)
-            if BOUNDED:
-                of_tile = (b, h_kv, head_kv, row, first_block, read_whole)
-            for n in gl.static_range(STAGES):
-                _fetch(
-                    n, end, n, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
-                    BAND, LISTED, FP8, OWN, BLOCK_N, BLOCK_DV, STAGES,
-                )  # fmt: skip
-        q_scale = _quantize_q(q, q_tile, ROTATED, SCALE, BLOCK_D)
+        if ctx.ALONE:
+            for n in gl.static_range(ctx.STAGES):
+                _fetch(n, end, n, head_kv, tile, ctx)
+        q_scale = _quantize_q(q, q_tile, ctx)
         q_scale = gl.convert_layout(q_scale, ROW, assert_trivial=True)
+        rows = Rows(row0, begin, fetched, taken, words, k_scale, q_scale)
 
-        if not ALONE:
-            mbarrier.wait(order.index(wg), (taken + begin) & 1)
-        # The whole blocks; the diagonal and the tail, or (BOUNDED) what codes say.
-        for part in gl.static_range(1 if BOUNDED and not LISTED else 0, 2):
-            lo, hi = begin, whole
-            if part == 1:
-                lo, hi = whole, mine
-            for j in range(lo, hi):
-                i = fetched + j
-                stage = i % STAGES
-                read, any_read = empty.index((i + STAGES - 1) % STAGES), j > begin
-                turn, phase = order.index(wg), (taken + j + 1) & 1
-                block, code = j, 0
-                if BOUNDED:
-                    block, code = block_of(
-                        first_block, j, entry, wg, row0, N_q, N_kv, BAND, LISTED, BLOCK_N
-                    )
-                if LISTED:  # of the next one, which arrives meanwhile
-                    entry = entry_of(first_block, j + 1, whole, of_list[3])
-                if OWN and part == 1:
-                    k_scale = scale_smem.index(stage)
-                else:
-                    k_scale = gl.load(scale_ptrs + block * BLOCKS)
-                mbarrier.wait(full.index(stage), (i // STAGES) & 1)
-                if BOUNDED and part == 1:
-                    if ALONE or code > 0:
-                        m, l, o = _attend(
-                            q_tile, k_smem, v_smem, stage, zero,
-                            m, l, o, q_scale, k_scale,
-                            next_order, read, any_read, turn, phase, row0, block, code, N_q, N_kv,
-                            words, stride_wm, BAND, LISTED, MASK, 2, FP8, False, BLOCK_N, BLOCK_DV,
-                            CHUNK, L5, ROW, P, OROW, ALONE,
-                        )  # fmt: skip
-                    else:
-                        mbarrier.arrive(next_order, count=1)
-                        mbarrier.arrive(read, count=1, pred=any_read)
-                        mbarrier.wait(turn, phase)
-                else:
-                    m, l, o = _attend(
-                        q_tile, k_smem, v_smem, stage, zero,
-                        m, l, o, q_scale, k_scale,
-                        next_order, read, any_read, turn, phase, row0, block, 0, N_q, N_kv,
-                        Words, 0, BAND, False, False, part, FP8, OWN and part == 1, BLOCK_N,
-                        BLOCK_DV, CHUNK, L5, ROW, P, OROW, ALONE,
-                    )  # fmt: skip
-                if ALONE:
-                    gluon_barrier()  # all its warps have read the stage
-                    _fetch(
-                        j + STAGES, end, i, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
-                        BAND, LISTED, FP8, OWN, BLOCK_N, BLOCK_DV, STAGES,
-                    )  # fmt: skip
-        if not ALONE:
-            _pass_turns(wg, shared, next_order, fetched, taken, begin, mine, end, STAGES)
+        if not ctx.ALONE:
+            mbarrier.wait(ctx.order.index(wg), (taken + begin) & 1)
+        if ctx.LISTED or not ctx.BOUNDED:
+            entry, m, l, o = _attend_blocks(
+                FULL, begin, whole, end, entry, m, l, o, wg, rows, tile, ctx
+            )
+        entry, m, l, o = _attend_blocks(
+            CODED if ctx.BOUNDED else EDGE, whole, mine, end, entry, m, l, o, wg, rows, tile, ctx
+        )
+        if not ctx.ALONE:
+            _pass_turns(wg, mine, end, rows, ctx)
             taken += end + 1
             fetched += end
 
         # -- q of the next tile; of the last one once more ----
-        if not ALONE:
-            next_t, next_begin, next_end = _work_item(
-                gl.minimum(item + 1, count + pieces - 1), count, first, last, whole_tiles, blocks
-            )
-            next_b, next_h, next_h_kv, next_row, q, next_walked = _begin_tile(
-                next_t, wg, Q, strides, of_list, shape, D, BAND, LISTED, BLOCK_M, BLOCK_N, BLOCK_D,
-                LQ,
-            )  # fmt: skip
-            if BOUNDED:
+        if not ctx.ALONE:
+            next_item = gl.minimum(item + 1, count + pieces - 1)
+            next_t, next_begin, next_end = _work_item(next_item, count, first, last, blocks, ctx)
+            next_b, next_h, next_h_kv, next_row, q, next_walked = _begin_tile(next_t, wg, ctx)
+            if ctx.BOUNDED:
                 first_block, read_whole, read_all = next_walked
 
         # -- epilogue ----
         total = gl.sum(l, axis=1)
-        if SPLIT and (begin > 0 or end < blocks):
-            # Of a program the first piece may lack its tile's beginning, the last one its end.
+        if ctx.SPLIT and (begin > 0 or end < blocks):
+            # A program's first item may start in the middle of a tile, its last may stop early.
             slot = gl.program_id(0) * 2 + (begin == 0).to(gl.int32)
-            _store_part(o, m, total, slot, wg * 64, Part, Part_ml, BLOCK_M, BLOCK_DV, CHUNK, O)
+            _store_part(o, m, total, slot, wg * 64, ctx)
         else:
-            _store(
-                o, m, total, row0, b, h, head_kv, V_scale, V_mean, Out, Lse,
-                stride_ob, stride_oh, stride_on, heads, H_q, N_q, D_V, FP8, KEEPS_MAX, BLOCK_DV,
-                CHUNK, O, LO, BOUNDED,
-            )  # fmt: skip
-        if not ALONE:
+            _store(o, m, total, row0, tile, ctx)
+        if not ctx.ALONE:
             begin, end = next_begin, next_end
             b, h, h_kv, row = next_b, next_h, next_h_kv, next_row
 
 
 @gluon.jit
-def _producer(
-    of_kv, shared, of_list, shape,
-    BAND: gl.constexpr, LISTED: gl.constexpr, SPLIT: gl.constexpr, FP8: gl.constexpr,
-    OWN: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_DV: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def _producer(ctx):
     """One warp: k and v of each of the program's tiles, block by block."""
-    q_smem, k_smem, v_smem, scale_smem, full, empty, order = shared
-    H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles = shape
     fetched = 0
-    blocks = (N_kv + BLOCK_N - 1) // BLOCK_N
-    count, pieces, first, last = _work_items(whole_tiles, num_m * heads, blocks)
+    blocks = (ctx.N_kv + ctx.BLOCK_N - 1) // ctx.BLOCK_N
+    count, pieces, first, last = _work_items(ctx.num_m * ctx.heads, blocks, ctx)
     for item in range(count + pieces):
-        t, begin, end = _work_item(item, count, first, last, whole_tiles, blocks)
-        b, h, h_kv, row = _tile_coords(t, num_m, heads, group, H_q, H_kv, of_list, LISTED, BLOCK_M)
+        t, begin, end = _work_item(item, count, first, last, blocks, ctx)
+        b, h, h_kv, row = _place_of(t, ctx)
         first_block, whole = 0, 0
-        if _is_bounded(BAND, LISTED):
-            first_block, whole, end = walk(
-                _lists_of(b, h, of_list), of_list[3], row, N_q, N_kv, BAND, LISTED, BLOCK_M, BLOCK_N
-            )
+        if ctx.BOUNDED:
+            first_block, whole, end = walk(_lists_of(b, h, ctx), row, ctx)
             begin = 0
-        elif not SPLIT:
-            end = _num_blocks(row + BLOCK_M, N_kv, BAND[1] == 0, BLOCK_N)
-        of_tile = (b, h_kv, b * H_kv + h_kv, row, first_block, whole)
+        elif not ctx.SPLIT:
+            end = _num_blocks(row + ctx.BLOCK_M, ctx.N_kv, ctx)
+        tile, head_kv = Tile(b, h, h_kv, row, first_block, whole), b * ctx.H_kv + h_kv
         for n in range(begin, end):
             i = fetched + n - begin
-            mbarrier.wait(empty.index(i % STAGES), ((i // STAGES) & 1) ^ 1)
-            _fetch(
-                n, end, i, of_kv, shared, of_tile, N_q, N_kv, N_pad, of_list[3],
-                BAND, LISTED, FP8, OWN, BLOCK_N, BLOCK_DV, STAGES,
-            )  # fmt: skip
+            ctx.ring.wait_free(i)
+            _fetch(n, end, i, head_kv, tile, ctx)
         fetched += end - begin
 
 
@@ -822,7 +782,8 @@ def _hopper_kernel(
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
     stride_wb, stride_wh, stride_wm, stride_lb, stride_lh, stride_lm,
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
-    D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr, BAND: gl.constexpr,
+    D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, ROTATED: gl.constexpr,
     FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
@@ -832,6 +793,9 @@ def _hopper_kernel(
     Strides of q and o come doubled: see `doubled`."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
+    # At 256 channels of v four products of 64: with two of 128 the ptxas of CUDA 13.4 (Triton 3.9)
+    # spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x (H200,
+    # 2026-11-22). Triton 3.6's own takes 1.016x with four, 1.000x causal.
     num_m = (N_q + BLOCK_M - 1) // BLOCK_M
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
     VS: gl.constexpr = [BLOCK_DV, BLOCK_N] if FP8 else [BLOCK_N, BLOCK_DV]
@@ -839,57 +803,47 @@ def _hopper_kernel(
     q_smem = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, 64, BLOCK_D], L)
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_D], K.layout)
     v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, VS[0], VS[1]], VL)
-    scale_smem = k_smem  # not touched
+    scale_smem = None
     if OWN:
         scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], K_own_scale.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring = make_ring(STAGES)
     order = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    ring.begin(WARPGROUPS)
     for i in gl.static_range(WARPGROUPS):
         mbarrier.init(order.index(i), count=1)
     mbarrier.arrive(order.index(0), count=1)
-    shared = (q_smem, k_smem, v_smem, scale_smem, full, empty, order)
-    tensors = (Q, K_scale, V_scale, V_mean, Out, Lse, Part, Part_ml)
-    of_mask = (Words, stride_wb, stride_wh, stride_wm)
-    of_list = (List, stride_lb, stride_lh, stride_lm)
-    strides = (stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on)
-    shape = (H_q, H_kv, N_q, N_kv, N_pad, num_m, heads, group, whole_tiles)
-    # Written out, because what a local name holds is no constexpr any more.
+    ctx = Context(
+        D=D, D_V=D_V, SCALE=SCALE, LEFT=LEFT, RIGHT=RIGHT, BOTTOM_RIGHT=BOTTOM_RIGHT,
+        LISTED=LISTED, MASK=MASK, SPLIT=SPLIT, ROTATED=ROTATED, FP8=FP8, KEEPS_MAX=KEEPS_MAX,
+        OWN=OWN, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV,
+        WARPGROUPS=WARPGROUPS, STAGES=STAGES, CHUNK=64 if BLOCK_DV == 256 else BLOCK_DV,
+        ALONE=WARPGROUPS == 1, CAUSAL=RIGHT == 0,
+        BOUNDED=LISTED or LEFT >= 0 or RIGHT > 0 or (RIGHT == 0 and BOTTOM_RIGHT),
+        q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, scale_smem=scale_smem, ring=ring, order=order,
+        Q=Q, K=K, K_scale=K_scale, K_own=K_own, K_own_scale=K_own_scale, V=V, V_scale=V_scale,
+        V_mean=V_mean, Out=Out, Lse=Lse, Part=Part, Part_ml=Part_ml, Words=Words, List=List,
+        stride_wb=stride_wb, stride_wh=stride_wh, stride_wm=stride_wm, stride_lb=stride_lb,
+        stride_lh=stride_lh, stride_lm=stride_lm, stride_qb=stride_qb, stride_qh=stride_qh,
+        stride_qn=stride_qn, stride_ob=stride_ob, stride_oh=stride_oh, stride_on=stride_on,
+        H_q=H_q, H_kv=H_kv, N_q=N_q, N_kv=N_kv, N_pad=N_pad, num_m=num_m, heads=heads, group=group,
+        whole_tiles=whole_tiles,
+    )  # fmt: skip
     if WARPGROUPS == 1:
         fence_async_shared()
         gluon_barrier()
-        _consumer(
-            0, shared, tensors, (K, K_own, K_own_scale, V), of_mask, of_list, strides, shape, D,
-            D_V, SCALE, BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
-            BLOCK_DV, WARPGROUPS, STAGES,
-        )  # fmt: skip
+        _consumer(0, ctx)
     elif WARPGROUPS == 2:
         gl.warp_specialize([
-            (_consumer, (0, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
-                         BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (1, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
-                         BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, ((K, K_own, K_own_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT,
-                         FP8, OWN, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
+            (_consumer, (0, ctx)),
+            (_consumer, (1, ctx)),
+            (_producer, (ctx,)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (0, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
-                         BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (1, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
-                         BLOCK_DV, WARPGROUPS, STAGES)),
-            (_consumer, (2, shared, tensors, 0, of_mask, of_list, strides, shape, D, D_V, SCALE,
-                         BAND, LISTED, MASK, SPLIT, ROTATED, FP8, KEEPS_MAX, OWN, BLOCK_N, BLOCK_D,
-                         BLOCK_DV, WARPGROUPS, STAGES)),
-            (_producer, ((K, K_own, K_own_scale, V), shared, of_list, shape, BAND, LISTED, SPLIT,
-                         FP8, OWN, BLOCK_M, BLOCK_N, BLOCK_DV, STAGES)),
+            (_consumer, (0, ctx)),
+            (_consumer, (1, ctx)),
+            (_consumer, (2, ctx)),
+            (_producer, (ctx,)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
@@ -928,8 +882,11 @@ def _combine_kernel(
         l = l * alpha + l_part * beta
         m = m_new
 
-    b, h, h_kv, row = _tile_coords(whole_tiles + n, num_m, heads, 1, H_q, H_kv, 0, False, BLOCK_M)
-    rows = row + r
+    head, m_tile = _head_and_tile(whole_tiles + n, num_m, heads, 1)
+    b = head // H_q
+    h = head - b * H_q
+    h_kv = h // (H_q // H_kv)
+    rows = m_tile * BLOCK_M + r
     o = acc * (1.0 / l)[:, None]
     if FP8:
         channel = (b * H_kv + h_kv) * D_V
@@ -941,7 +898,6 @@ def _combine_kernel(
     tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
     offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
     lse = (m - offset + tl.log2(l)) * _LN2
-    head = b * H_q + h
     tl.store(Lse + head.to(tl.int64) * N_q + rows, lse, mask=rows < N_q)
     if KEEPS_MAX:
         tl.store(Lse + (heads + head).to(tl.int64) * N_q + rows, m, mask=rows < N_q)

@@ -206,7 +206,7 @@ def _plan(
         (*doubled(q_stride)[:3], *doubled(out_stride)[:3], *(mask.strides if mask else (0,) * 3),
          *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
-         D, D_v, scale, band, lists is not None, mask is not None, split, rotated, fp8,
+         D, D_v, scale, *band, lists is not None, mask is not None, split, rotated, fp8,
          keeps_max, has_own,
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
@@ -280,7 +280,7 @@ def _lists(mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile) -> _Lists
         (B * H * num_m, 1, 1),
         (*(mask.of_codes[:2] if mask else (0, 0)), *list_strides, kv_width, full_width,
          H, 2 * N_q, 2 * n_kv, num_m, mask.of_codes[2] if mask else 1, blocks, width,
-         band, mask is not None, block_q, block_kv, full,
+         *band, mask is not None, block_q, block_kv, full,
          tile.warpgroups, tile.BLOCK_N, 512),
     )  # fmt: skip
     rank = _Launch(_rank_tiles_kernel, (B * H, triton.cdiv(num_m, 64), 1), (num_m, width, 64))

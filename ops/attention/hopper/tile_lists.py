@@ -29,29 +29,30 @@ BEFORE_ENTRIES = tl.constexpr(3)  # numbers of a row of List
 
 
 @triton.jit
-def walk(
-    lists, stride_lm, row, N_q, N_kv,
-    BAND: tl.constexpr, LISTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def walk(lists, row, ctx):
     """The first block that the tile of BLOCK_M rows from `row` reads, as `block_of` takes it
     (LISTED: where the head's lists have it), how many it reads whole (LISTED; else 0) and how many
     in all."""
-    if LISTED:
-        here = lists + (row // BLOCK_M).to(tl.int64) * stride_lm
+    if ctx.LISTED:
+        here = lists + (row // ctx.BLOCK_M).to(tl.int64) * ctx.stride_lm
         return here + BEFORE_ENTRIES, tl.load(here), tl.load(here + 1)
     else:
         begin, end, _, _, _ = tiles_in_sight(
-            row, row, N_q, N_kv, BAND[0], BAND[1], BAND[2], 0, BLOCK_M, BLOCK_N
-        )
+            row, row, ctx.N_q, ctx.N_kv, ctx.LEFT, ctx.RIGHT, ctx.BOTTOM_RIGHT, 0, ctx.BLOCK_M,
+            ctx.BLOCK_N,
+        )  # fmt: skip
         read_all = tl.maximum(end - begin, 0)
         return begin, 0, read_all
 
 
 @triton.jit
-def band_code(j, row, N_q, N_kv, BAND: tl.constexpr, BLOCK_N: tl.constexpr):
+def band_code(
+    j, row, N_q, N_kv,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The code of block j (or of each of them) for the 64 rows from `row`, by the band alone."""
     begin, end, whole, whole_end, _ = tiles_in_sight(
-        row, row, N_q, N_kv, BAND[0], BAND[1], BAND[2], 0, 64, BLOCK_N
+        row, row, N_q, N_kv, LEFT, RIGHT, BOTTOM_RIGHT, 0, 64, BLOCK_N
     )
     some = (begin <= j) & (j < end) & (row < N_q)
     return tl.where(some, tl.where((whole <= j) & (j < whole_end), 3, 1), 0)
@@ -66,16 +67,15 @@ def entry_of(first, n, whole, stride_lm):
 
 
 @triton.jit
-def block_of(
-    first, n, entry, wg, row, N_q, N_kv,
-    BAND: tl.constexpr, LISTED: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def block_of(first, n, entry, wg, row, ctx):
     """The n-th block of a walk from `first`, and its code for warpgroup wg, whose rows are those
     from `row`. entry: what a list has there."""
-    if LISTED:
+    if ctx.LISTED:
         return entry >> 6, (entry >> (2 * wg)) & 3
     else:
-        return first + n, band_code(first + n, row, N_q, N_kv, BAND, BLOCK_N)
+        return first + n, band_code(
+            first + n, row, ctx.N_q, ctx.N_kv, ctx.LEFT, ctx.RIGHT, ctx.BOTTOM_RIGHT, ctx.BLOCK_N
+        )
 
 
 # -- what mask and lists show, once before the kernel ----
@@ -140,7 +140,7 @@ def _list_tiles_kernel(
     List,  # [B or 1, H or 1, num_m, width] int32 out, but for the tiles by length
     stride_cb, stride_ch, stride_kb, stride_kh, kv_width, full_width,
     H, N2_q, N2_kv, num_m, row_tiles, blocks, width,  # H: of List. blocks: of BLOCK_N keys
-    BAND: tl.constexpr, MASK: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, MASK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, FULL: tl.constexpr,  # 0: there are no lists
     WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +162,7 @@ def _list_tiles_kernel(
                 codes = tl.zeros([CHUNK], tl.int32)
                 for wg in tl.static_range(WARPGROUPS):
                     row = (m * WARPGROUPS + wg) * 64
-                    code = band_code(j, row, N_q, N_kv, BAND, BLOCK_N)
+                    code = band_code(j, row, N_q, N_kv, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_N)
                     if MASK:
                         row_tile = tl.minimum(m * WARPGROUPS + wg, row_tiles - 1)
                         shown = tl.load(Codes + row_tile.to(tl.int64) * blocks + j, j < blocks, 0)
@@ -183,7 +183,7 @@ def _list_tiles_kernel(
                                     row < N_q, CHUNK, 256,
                                 )  # fmt: skip
                             most = tl.maximum(most, tl.max(full + partial, 0))
-                        of_full = band_code(j, row, N_q, N_kv, (-1, -1, False), BLOCK_N)
+                        of_full = band_code(j, row, N_q, N_kv, -1, -1, False, BLOCK_N)
                         if MASK:
                             of_full &= shown
                         of_full = tl.where(of_full == 1, 2, of_full)

@@ -75,6 +75,8 @@ TMA counts in 32 bits: the rows of q in all heads must be fewer than 2^29, of k 
 transposed codes (BLOCK_D a head) fewer than 2^31.
 """
 
+import collections
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -84,14 +86,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sage_inductor.ops.attention.hopper.kernel import _exp2, _first_own, _to_fp8
+from sage_inductor.ops.attention.hopper.ring import fields, make_ring, record
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait, tma_load
 
 # -- both ----
 
+_S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))  # scores [64, 64]
+_ROW = gl.constexpr(gl.SliceLayout(1, _S.value))
+_COLUMN = gl.constexpr(gl.SliceLayout(0, _S.value))
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+
+
+@gluon.constexpr_function
+def _products(BLOCK_D):
+    """Layout of an accumulator [64, BLOCK_D]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
+
 
 @gluon.jit
-def _to_operand(x, A: gl.constexpr):
-    """A wgmma accumulator [64, 64] -> FP8, left operand of the next."""
+def _to_operand(x, O: gl.constexpr):
+    """A wgmma accumulator [64, 64] -> FP8, left operand of a product of layout O."""
+    A: gl.constexpr = gl.DotOperandLayout(0, O, 4)
     x = x.reshape([64, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, 64])
     return _to_fp8(gl.convert_layout(x, A, assert_trivial=True))
 
@@ -126,10 +141,10 @@ def _flush(total, acc, is_first):
 
 
 @gluon.jit
-def _add_part(acc, part, is_more, is_less, O: gl.constexpr):
+def _add_part(acc, part, is_more, is_less):
     """acc, with what is in part if is_more; which it is stored to if is_less than all."""
     if is_more:
-        acc += _from_thread(gl.load(part), O)
+        acc += _from_thread(gl.load(part), acc.type.layout)
     if is_less:
         gl.store(part, _by_thread(acc))
     return acc
@@ -143,8 +158,9 @@ def _from_thread(x, O: gl.constexpr):
 
 
 @gluon.jit
-def _store(x, Out, row0, head, H, N, strides, D: gl.constexpr, O: gl.constexpr):
+def _store(x, Out, row0, head, H, N, strides, D: gl.constexpr):
     """x [64, BLOCK_D] -> rows row0 .. of a head of Out [B, H, N, D], strides doubled."""
+    O: gl.constexpr = x.type.layout
     stride_b, stride_h, stride_n = strides
     b = head // H
     h = head - b * H
@@ -156,8 +172,9 @@ def _store(x, Out, row0, head, H, N, strides, D: gl.constexpr, O: gl.constexpr):
 
 
 @gluon.jit
-def _score(a, b, stage, zero):
+def _score(a, b, stage):
     """Starts a b^T of INT8; stage of b."""
+    zero = gl.full([64, 64], 0, gl.int32, _S)
     b = b.index(stage).permute((1, 0))
     return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
 
@@ -180,174 +197,155 @@ def _tile(n, programs, N, last, ROWS: gl.constexpr, DOWN: gl.constexpr):
 
 
 @gluon.jit
-def _above(S: gl.constexpr):
+def _above():
     """[64, 64]: the column is the row's or a later one."""
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    return rows[:, None] <= gl.arange(0, 64, layout=gl.SliceLayout(0, S))[None, :]
+    return gl.arange(0, 64, layout=_ROW)[:, None] <= gl.arange(0, 64, layout=_COLUMN)[None, :]
 
 
 @gluon.jit
-def _below(ahead, S: gl.constexpr):
+def _below(ahead):
     """[64, 64], rows so many ahead of the columns: the column is the row's or an earlier one."""
-    rows = ahead + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    return rows[:, None] >= gl.arange(0, 64, layout=gl.SliceLayout(0, S))[None, :]
+    rows = ahead + gl.arange(0, 64, layout=_ROW)
+    return rows[:, None] >= gl.arange(0, 64, layout=_COLUMN)[None, :]
 
 
 # -- dQ ----
 
 
+# Parameters of dq_kernel, and what follows from them.
+@record
+class DqContext:
+    __annotations__ = fields(
+        constants="CAUSAL D BLOCK_D STAGES FLUSH",
+        values="q_smem g_smem k_smem v_smem kt_smem vectors totals loaded ring Q_scale M Delta"
+        " Row_scale K_scale DQ stride_b stride_h stride_n H_q group N_q Q_pad K_pad"
+        " Q G K K_own V Kt Kt_own K_own_scale V_scale V_scale_own",
+    )
+
+
+# 64 queries of a warpgroup: codes of q and dO in shared memory, the first row, how many blocks of
+# keys they see, numbers of each row, and k's scales by blocks.
+Queries = collections.namedtuple("Queries", "q_tile g_tile row0 blocks q_scale m delta k_scale")
+
+
 @gluon.jit
-def _blocks_of_keys(row_end, K_pad, CAUSAL: gl.constexpr):
+def _blocks_of_keys(row_end, ctx):
     """That the rows before row_end see."""
-    end = K_pad
-    if CAUSAL:
+    end = ctx.K_pad
+    if ctx.CAUSAL:
         end = gl.minimum(end, row_end)
     return end // 64
 
 
 @gluon.jit
-def _keys(
-    shared, q_tile, g_tile, s, dq, j, blocks, row0, q_scale, of_block, of_blocks, m, delta,
-    CAUSAL: gl.constexpr, OWN: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
-    A: gl.constexpr,
-):  # fmt: skip
-    """s and of_block, k's scale, of block j + 1; dq after block j. OWN: k has a scale a row, and
-    later keys are hidden."""
-    q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    zero = gl.full([64, 64], 0, gl.int32, S)
-    stage, after = j % STAGES, (j + 1) % STAGES
-    d = _score(g_tile, v_smem, stage, zero)
-    q_scale = gl.expand_dims(q_scale, 1)
+def _keys(j, s, dq, k_scale, OWN: gl.constexpr, at, ctx):
+    """s and k_scale of block j + 1; dq after block j. OWN: k has a scale a row, and later keys are
+    hidden."""
+    stage, after = j % ctx.STAGES, (j + 1) % ctx.STAGES
+    d = _score(at.g_tile, ctx.v_smem, stage)
+    q_scale = gl.expand_dims(at.q_scale, 1)
+    delta = at.delta
     if OWN:
-        of_key = gl.expand_dims(vectors.index(STAGES + stage).load(COLUMN), 0)
-        p = _exp2(s.to(gl.float32) * of_key * q_scale - m)
-        p = gl.where(_below(row0 - j * 64, S), p * of_key, 0.0)
+        of_key = gl.expand_dims(ctx.vectors.index(ctx.STAGES + stage).load(_COLUMN), 0)
+        p = _exp2(s.to(gl.float32) * of_key * q_scale - at.m)
+        p = gl.where(_below(at.row0 - j * 64), p * of_key, 0.0)
     else:
-        p = _exp2(s.to(gl.float32) * (q_scale * of_block) - m)
-        if CAUSAL:
-            delta = delta * of_block
-        of_block = gl.load(of_blocks + gl.minimum(j + 1, blocks - 1))
+        p = _exp2(s.to(gl.float32) * (q_scale * k_scale) - at.m)
+        if ctx.CAUSAL:
+            delta = delta * k_scale
+        k_scale = gl.load(at.k_scale + gl.minimum(j + 1, at.blocks - 1))
     d = warpgroup_mma_wait(0, [d])
-    v_scale = gl.expand_dims(vectors.index(stage).load(COLUMN), 0)
-    ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
-    mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
-    s = _score(q_tile, k_smem, after, zero)  # of no block: not read
-    dq = warpgroup_mma(ds, kt_smem.index(stage).permute((1, 0)), dq, is_async=True)
+    v_scale = gl.expand_dims(ctx.vectors.index(stage).load(_COLUMN), 0)
+    ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), dq.type.layout)
+    ctx.ring.wait_full(j + 1, j + 1 < at.blocks)
+    s = _score(at.q_tile, ctx.k_smem, after)  # of no block: not read
+    dq = warpgroup_mma(ds, ctx.kt_smem.index(stage).permute((1, 0)), dq, is_async=True)
     s, dq = warpgroup_mma_wait(0, [s, dq])
-    mbarrier.arrive(empty.index(stage), count=1)
-    return s, dq, of_block
+    ctx.ring.release(j)
+    return s, dq, k_scale
 
 
 @gluon.jit
-def _dq_consumer(
-    wg: gl.constexpr, shared, tensors, strides, shape,
-    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    FLUSH: gl.constexpr,
-):  # fmt: skip
+def _dq_consumer(wg: gl.constexpr, ctx):
     """Warpgroup wg: 64 queries. D runs beside the exponentials; S of the next block is started
     before the product with kT of this one."""
-    q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
-    Q_scale, M, Delta, Row_scale, K_scale, DQ = tensors
-    H_q, group, N_q, Q_pad, K_pad = shape
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
-    A: gl.constexpr = gl.DotOperandLayout(0, O, 4)
-    ROW: gl.constexpr = gl.SliceLayout(1, S)
-    OROW: gl.constexpr = gl.SliceLayout(1, O)
-    zero = gl.full([64, 64], 0, gl.int32, S)
-    zero_o = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
+    O: gl.constexpr = _products(ctx.BLOCK_D)
+    zero = gl.full([64, ctx.BLOCK_D], 0.0, gl.float32, O)
 
-    head, row0 = _tile(gl.program_id(0), gl.num_programs(0), N_q, 1, 192, CAUSAL)
-    fetched = _blocks_of_keys(row0 + 192, K_pad, CAUSAL)
+    head, row0 = _tile(gl.program_id(0), gl.num_programs(0), ctx.N_q, 1, 192, ctx.CAUSAL)
+    fetched = _blocks_of_keys(row0 + 192, ctx)
     own = _first_own(row0, 64)
     row0 += wg * 64
-    blocks = _blocks_of_keys(row0 + 64, K_pad, CAUSAL)
-    rows = row0 + gl.arange(0, 64, layout=ROW)
-    here = head.to(gl.int64) * Q_pad + rows
-    q_scale = gl.load(Q_scale + here, mask=rows < Q_pad, other=0.0)
-    m = gl.expand_dims(gl.load(M + here, mask=rows < Q_pad, other=0.0), 1)
-    delta = gl.expand_dims(gl.load(Delta + here, mask=rows < Q_pad, other=0.0), 1)
-    of_blocks = K_scale + (head // group).to(gl.int64) * (K_pad // 64)
+    blocks = _blocks_of_keys(row0 + 64, ctx)
+    rows = row0 + gl.arange(0, 64, layout=_ROW)
+    here = head.to(gl.int64) * ctx.Q_pad + rows
+    q_scale = gl.load(ctx.Q_scale + here, mask=rows < ctx.Q_pad, other=0.0)
+    m = gl.expand_dims(gl.load(ctx.M + here, mask=rows < ctx.Q_pad, other=0.0), 1)
+    delta = gl.expand_dims(gl.load(ctx.Delta + here, mask=rows < ctx.Q_pad, other=0.0), 1)
+    of_blocks = ctx.K_scale + (head // ctx.group).to(gl.int64) * (ctx.K_pad // 64)
+    at = Queries(
+        ctx.q_smem.index(wg), ctx.g_smem.index(wg), row0, blocks, q_scale, m, delta, of_blocks
+    )
 
-    q_tile, g_tile, total = q_smem.index(wg), g_smem.index(wg), totals.index(wg)
-    mbarrier.wait(loaded, 0)
-    of_block = gl.load(of_blocks)
-    mbarrier.wait(full.index(0), 0)
-    s = warpgroup_mma_wait(0, [_score(q_tile, k_smem, 0, zero)])
-    whole = own if CAUSAL else blocks
-    for first in range(0, whole, FLUSH):
-        dq = zero_o
-        for j in range(first, gl.minimum(first + FLUSH, whole)):
-            s, dq, of_block = _keys(
-                shared, q_tile, g_tile, s, dq, j, blocks, row0, q_scale, of_block, of_blocks, m,
-                delta, CAUSAL, False, STAGES, S, A,
-            )  # fmt: skip
+    total = ctx.totals.index(wg)
+    mbarrier.wait(ctx.loaded, 0)
+    k_scale = gl.load(of_blocks)
+    ctx.ring.wait_full(0)
+    s = warpgroup_mma_wait(0, [_score(at.q_tile, ctx.k_smem, 0)])
+    whole = own if ctx.CAUSAL else blocks
+    for first in range(0, whole, ctx.FLUSH):
+        dq = zero
+        for j in range(first, gl.minimum(first + ctx.FLUSH, whole)):
+            s, dq, k_scale = _keys(j, s, dq, k_scale, False, at, ctx)
         _flush(total, dq, first == 0)
-    if CAUSAL:
-        dq = zero_o
+    if ctx.CAUSAL:
+        dq = zero
         for j in range(own, blocks):
-            s, dq, of_block = _keys(
-                shared, q_tile, g_tile, s, dq, j, blocks, row0, q_scale, of_block, of_blocks, m,
-                delta, True, True, STAGES, S, A,
-            )  # fmt: skip
+            s, dq, k_scale = _keys(j, s, dq, k_scale, True, at, ctx)
         _flush(total, dq, own == 0)
     for j in range(blocks, fetched):  # what these rows do not see
-        mbarrier.wait(full.index(j % STAGES), (j // STAGES) & 1)
-        mbarrier.arrive(empty.index(j % STAGES), count=1)
-    rows = row0 + gl.arange(0, 64, layout=OROW)
-    here = head.to(gl.int64) * Q_pad + rows
-    scale = gl.expand_dims(gl.load(Row_scale + here, mask=rows < Q_pad, other=0.0), 1)
-    dq = _from_thread(total.load(_by_thread(zero_o).type.layout), O)
-    _store(dq * scale, DQ, row0, head, H_q, N_q, strides, D, O)
+        ctx.ring.wait_full(j)
+        ctx.ring.release(j)
+    rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, O))
+    here = head.to(gl.int64) * ctx.Q_pad + rows
+    scale = gl.expand_dims(gl.load(ctx.Row_scale + here, mask=rows < ctx.Q_pad, other=0.0), 1)
+    dq = _from_thread(total.load(_by_thread(zero).type.layout), O)
+    strides = (ctx.stride_b, ctx.stride_h, ctx.stride_n)
+    _store(dq * scale, ctx.DQ, row0, head, ctx.H_q, ctx.N_q, strides, ctx.D)
 
 
 @gluon.jit
-def _fetch_keys(
-    j, K, V, Kt, K_own_scale, V_scale, shared, head_kv, K_pad,
-    CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _fetch_keys(j, head_kv, K, Kt, V_scale, ctx):
     """Block j of keys into the ring, when its place is free. CAUSAL: scales of each key, too."""
-    q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
-    stage = j % STAGES
-    mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
-    bar = full.index(stage)
-    mbarrier.expect(bar, 3 * 64 * BLOCK_D + 64 * 4 * (2 if CAUSAL else 1))
-    row = head_kv * K_pad + j * 64
-    if CAUSAL:
-        tma_load(K_own_scale, [row], bar, vectors.index(STAGES + stage))
-    tma_load(V_scale, [row], bar, vectors.index(stage))
-    tma_load(K, [row, 0], bar, k_smem.index(stage))
-    tma_load(V, [row, 0], bar, v_smem.index(stage))
-    tma_load(Kt, [head_kv * BLOCK_D, j * 64], bar, kt_smem.index(stage))
+    stage = j % ctx.STAGES
+    ctx.ring.wait_free(j)
+    bar = ctx.ring.full.index(stage)
+    mbarrier.expect(bar, 3 * 64 * ctx.BLOCK_D + 64 * 4 * (2 if ctx.CAUSAL else 1))
+    row = head_kv * ctx.K_pad + j * 64
+    if ctx.CAUSAL:
+        tma_load(ctx.K_own_scale, [row], bar, ctx.vectors.index(ctx.STAGES + stage))
+    tma_load(V_scale, [row], bar, ctx.vectors.index(stage))
+    tma_load(K, [row, 0], bar, ctx.k_smem.index(stage))
+    tma_load(ctx.V, [row, 0], bar, ctx.v_smem.index(stage))
+    tma_load(Kt, [head_kv * ctx.BLOCK_D, j * 64], bar, ctx.kt_smem.index(stage))
 
 
 @gluon.jit
-def _dq_producer(
-    Q, G, K, K_own, V, Kt, Kt_own, K_own_scale, V_scale, V_scale_own, shared, shape,
-    CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty = shared
-    H_q, group, N_q, Q_pad, K_pad = shape
-    head, row0 = _tile(gl.program_id(0), gl.num_programs(0), N_q, 1, 192, CAUSAL)
-    blocks = _blocks_of_keys(row0 + 192, K_pad, CAUSAL)
-    whole = _first_own(row0, 64) if CAUSAL else blocks
-    head_kv = head // group
-    row0 += head * Q_pad
-    mbarrier.expect(loaded, 3 * 2 * 64 * BLOCK_D)
+def _dq_producer(ctx):
+    head, row0 = _tile(gl.program_id(0), gl.num_programs(0), ctx.N_q, 1, 192, ctx.CAUSAL)
+    blocks = _blocks_of_keys(row0 + 192, ctx)
+    whole = _first_own(row0, 64) if ctx.CAUSAL else blocks
+    head_kv = head // ctx.group
+    row0 += head * ctx.Q_pad
+    mbarrier.expect(ctx.loaded, 3 * 2 * 64 * ctx.BLOCK_D)
     for wg in gl.static_range(3):
-        tma_load(Q, [row0 + wg * 64, 0], loaded, q_smem.index(wg))
-        tma_load(G, [row0 + wg * 64, 0], loaded, g_smem.index(wg))
+        tma_load(ctx.Q, [row0 + wg * 64, 0], ctx.loaded, ctx.q_smem.index(wg))
+        tma_load(ctx.G, [row0 + wg * 64, 0], ctx.loaded, ctx.g_smem.index(wg))
     for j in range(0, whole):
-        _fetch_keys(
-            j, K, V, Kt, K_own_scale, V_scale, shared, head_kv, K_pad, CAUSAL, BLOCK_D, STAGES
-        )  # fmt: skip
-    if CAUSAL:
+        _fetch_keys(j, head_kv, ctx.K, ctx.Kt, ctx.V_scale, ctx)
+    if ctx.CAUSAL:
         for j in range(whole, blocks):
-            _fetch_keys(
-                j, K_own, V, Kt_own, K_own_scale, V_scale_own, shared, head_kv, K_pad,
-                CAUSAL, BLOCK_D, STAGES,
-            )  # fmt: skip
+            _fetch_keys(j, head_kv, ctx.K_own, ctx.Kt_own, ctx.V_scale_own, ctx)
 
 
 @gluon.jit
@@ -371,7 +369,6 @@ def dq_kernel(
     if PDL:
         gdc_launch_dependents()
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     q_smem = gl.allocate_shared_memory(gl.int8, [3, 64, BLOCK_D], L)
     g_smem = gl.allocate_shared_memory(gl.int8, [3, 64, BLOCK_D], L)
     k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, 64, BLOCK_D], L)
@@ -379,218 +376,210 @@ def dq_kernel(
     kt_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_D, 64], Kt.layout)
     VECTORS: gl.constexpr = STAGES * (2 if CAUSAL else 1)  # of v, then of k
     vectors = gl.allocate_shared_memory(gl.float32, [VECTORS, 64], V_scale.layout)
-    totals = gl.allocate_shared_memory(gl.float32, [3, BLOCK_D // 4, 256], PLAIN)
+    totals = gl.allocate_shared_memory(gl.float32, [3, BLOCK_D // 4, 256], _PLAIN)
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring = make_ring(STAGES)
     mbarrier.init(loaded, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=3)
-    shared = (q_smem, g_smem, k_smem, v_smem, kt_smem, vectors, totals, loaded, full, empty)
-    tensors = (Q_scale, M, Delta, Row_scale, K_scale, DQ)
-    strides = (stride_b, stride_h, stride_n)
-    shape = (H_q, H_q // H_kv, N2_q // 2, Q_pad, K_pad)
+    ring.begin(3)
+    ctx = DqContext(
+        CAUSAL=CAUSAL, D=D, BLOCK_D=BLOCK_D, STAGES=STAGES, FLUSH=FLUSH, q_smem=q_smem,
+        g_smem=g_smem, k_smem=k_smem, v_smem=v_smem, kt_smem=kt_smem, vectors=vectors,
+        totals=totals, loaded=loaded, ring=ring, Q_scale=Q_scale, M=M, Delta=Delta,
+        Row_scale=Row_scale, K_scale=K_scale, DQ=DQ, stride_b=stride_b, stride_h=stride_h,
+        stride_n=stride_n, H_q=H_q, group=H_q // H_kv, N_q=N2_q // 2, Q_pad=Q_pad, K_pad=K_pad,
+        Q=Q, G=G, K=K, K_own=K_own, V=V, Kt=Kt, Kt_own=Kt_own, K_own_scale=K_own_scale,
+        V_scale=V_scale, V_scale_own=V_scale_own,
+    )  # fmt: skip
     gl.warp_specialize([
-        (_dq_consumer, (0, shared, tensors, strides, shape, CAUSAL, D, BLOCK_D, STAGES, FLUSH)),
-        (_dq_consumer, (1, shared, tensors, strides, shape, CAUSAL, D, BLOCK_D, STAGES, FLUSH)),
-        (_dq_consumer, (2, shared, tensors, strides, shape, CAUSAL, D, BLOCK_D, STAGES, FLUSH)),
-        (_dq_producer, (Q, G, K, K_own, V, Kt, Kt_own, K_own_scale, V_scale, V_scale_own, shared,
-                        shape, CAUSAL, BLOCK_D, STAGES)),
+        (_dq_consumer, (0, ctx)), (_dq_consumer, (1, ctx)), (_dq_consumer, (2, ctx)),
+        (_dq_producer, (ctx,)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
 
 
 # -- dK and dV ----
 
 
+# Parameters of dkdv_kernel, and what follows from them.
+@record
+class DkdvContext:
+    __annotations__ = fields(
+        constants="CAUSAL D BLOCK_D STAGES FLUSH UNROLL FLUSH_DK PDL",
+        values="k_smem v_smem q_smem g_smem qt_smem ot_smem vectors totals loaded ring K_scale"
+        " K_own_scale V_scale Qt_scale Ot_scale Part DK DV stride_kb stride_kh stride_kn stride_vb"
+        " stride_vh stride_vn H_kv N_kv Q_rows K_pad last K K_own V Q G Qt Ot Vectors",
+    )
+
+
+# 64 keys of a warpgroup: codes of k and v in shared memory, k's scale, v's scale of each row, and
+# how many blocks of queries see them.
+Keys = collections.namedtuple("Keys", "k_tile v_tile k_scale v_scale blocks")
+
+
 @gluon.jit
-def _blocks_of_queries(row0, Q_rows, K_pad, CAUSAL: gl.constexpr):
+def _blocks_of_queries(row0, ctx):
     """That see the keys from row0: of a query head, and of the group."""
-    per_head = Q_rows // 64
+    per_head = ctx.Q_rows // 64
     blocks = per_head
-    if CAUSAL:
-        per_head = (K_pad - row0) // 64
-        blocks = Q_rows // K_pad * per_head
+    if ctx.CAUSAL:
+        per_head = (ctx.K_pad - row0) // 64
+        blocks = ctx.Q_rows // ctx.K_pad * per_head
     return per_head, blocks
 
 
 @gluon.jit
-def _queries(
-    shared, k_tile, v_tile, s, d, dv, dk, j0, blocks, k_scale, v_scale,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr, S: gl.constexpr, A: gl.constexpr,
-):  # fmt: skip
+def _queries(j0, s, d, dv, dk, at, ctx):
     """s and d of block j0 + UNROLL, dv and dk after UNROLL blocks."""
-    k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    zero = gl.full([64, 64], 0, gl.int32, S)
-    for u in gl.static_range(UNROLL):
+    O: gl.constexpr = dv.type.layout
+    for u in gl.static_range(ctx.UNROLL):
         j = j0 + u
-        stage, after = j % STAGES, (j + 1) % STAGES
+        stage, after = j % ctx.STAGES, (j + 1) % ctx.STAGES
         if u > 0:  # in flight: the last block's dV, S, the last block's dK, D
             s, dv = warpgroup_mma_wait(2, [s, dv])
-        q_scale = vectors.index(stage * 3).load(COLUMN)
-        m = vectors.index(stage * 3 + 1).load(COLUMN)
-        p = _exp2(s.to(gl.float32) * gl.expand_dims(q_scale * k_scale, 0) - gl.expand_dims(m, 0))
-        p8 = _to_operand(p, A)
-        dv = warpgroup_mma(p8, ot_smem.index(stage).permute((1, 0)), dv, is_async=True)
+        q_scale = ctx.vectors.index(stage * 3).load(_COLUMN)
+        m = ctx.vectors.index(stage * 3 + 1).load(_COLUMN)
+        x = s.to(gl.float32) * gl.expand_dims(q_scale * at.k_scale, 0)
+        p = _exp2(x - gl.expand_dims(m, 0))
+        p8 = _to_operand(p, O)
+        dv = warpgroup_mma(p8, ctx.ot_smem.index(stage).permute((1, 0)), dv, is_async=True)
         if u > 0:
             d, dk = warpgroup_mma_wait(1, [d, dk])
-            mbarrier.arrive(empty.index((j + STAGES - 1) % STAGES), count=1)
-        delta = vectors.index(stage * 3 + 2).load(COLUMN)
-        ds = p * (d.to(gl.float32) * v_scale - gl.expand_dims(delta, 0))
-        ds = _to_operand(ds, A)
-        mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
-        s = _score(k_tile, q_smem, after, zero)  # of no block: not read
-        dk = warpgroup_mma(ds, qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
-        d = _score(v_tile, g_smem, after, zero)
+            ctx.ring.release(j + ctx.STAGES - 1)
+        delta = ctx.vectors.index(stage * 3 + 2).load(_COLUMN)
+        ds = p * (d.to(gl.float32) * at.v_scale - gl.expand_dims(delta, 0))
+        ds = _to_operand(ds, O)
+        ctx.ring.wait_full(j + 1, j + 1 < at.blocks)
+        s = _score(at.k_tile, ctx.q_smem, after)  # of no block: not read
+        dk = warpgroup_mma(ds, ctx.qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
+        d = _score(at.v_tile, ctx.g_smem, after)
     dv, s, dk, d = warpgroup_mma_wait(0, [dv, s, dk, d])
-    mbarrier.arrive(empty.index((j0 + UNROLL - 1) % STAGES), count=1)
+    ctx.ring.release(j0 + ctx.UNROLL - 1)
     return s, d, dv, dk
 
 
 @gluon.jit
-def _own_queries(
-    wg: gl.constexpr, shared, k_own, k_tile, v_tile, zero_o, j0, blocks, k_scale, v_scale,
-    STAGES: gl.constexpr, S: gl.constexpr, A: gl.constexpr,
-):  # fmt: skip
+def _own_queries(j0, k_own, k_scale, wg: gl.constexpr, at, ctx):
     """(CAUSAL) `_queries` of the two blocks of the tile's own rows, by k_own, none of which sees a
     later one: dv and dk of them alone, s and d of the block after them. Nothing is in flight over
     the end of a block: with a mask in `_queries` registers do not suffice."""
-    k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
-    COLUMN: gl.constexpr = gl.SliceLayout(0, S)
-    zero = gl.full([64, 64], 0, gl.int32, S)
-    dv, dk = zero_o, zero_o
-    s = _score(k_own, q_smem, j0 % STAGES, zero)
-    d = _score(v_tile, g_smem, j0 % STAGES, zero)
+    O: gl.constexpr = _products(ctx.BLOCK_D)
+    dv = gl.full([64, ctx.BLOCK_D], 0.0, gl.float32, O)
+    dk = gl.full([64, ctx.BLOCK_D], 0.0, gl.float32, O)
+    s = _score(k_own, ctx.q_smem, j0 % ctx.STAGES)
+    d = _score(at.v_tile, ctx.g_smem, j0 % ctx.STAGES)
     s, d = warpgroup_mma_wait(0, [s, d])
     for u in gl.static_range(2):
         j = j0 + u
-        stage, after = j % STAGES, (j + 1) % STAGES
+        stage, after = j % ctx.STAGES, (j + 1) % ctx.STAGES
         if u >= wg:  # no product of a p of zeros: its dv was wrong, dk was not (Triton 3.6)
-            q_scale = gl.expand_dims(vectors.index(stage * 3).load(COLUMN), 0)
-            m = gl.expand_dims(vectors.index(stage * 3 + 1).load(COLUMN), 0)
+            q_scale = gl.expand_dims(ctx.vectors.index(stage * 3).load(_COLUMN), 0)
+            m = gl.expand_dims(ctx.vectors.index(stage * 3 + 1).load(_COLUMN), 0)
             p = _exp2(s.to(gl.float32) * k_scale * q_scale - m)
             if u == wg:
-                p = gl.where(_above(S), p, 0.0)
+                p = gl.where(_above(), p, 0.0)
             dv = warpgroup_mma(
-                _to_operand(p, A), ot_smem.index(stage).permute((1, 0)), dv, is_async=True
+                _to_operand(p, O), ctx.ot_smem.index(stage).permute((1, 0)), dv, is_async=True
             )
-            delta = gl.expand_dims(vectors.index(stage * 3 + 2).load(COLUMN), 0)
-            ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), A)
-        mbarrier.wait(full.index(after), ((j + 1) // STAGES) & 1, pred=j + 1 < blocks)
-        s = _score(k_own if u == 0 else k_tile, q_smem, after, zero)  # of no block: not read
+            delta = gl.expand_dims(ctx.vectors.index(stage * 3 + 2).load(_COLUMN), 0)
+            ds = _to_operand(p * (d.to(gl.float32) * at.v_scale - delta), O)
+        ctx.ring.wait_full(j + 1, j + 1 < at.blocks)
+        s = _score(k_own if u == 0 else at.k_tile, ctx.q_smem, after)  # of no block: not read
         if u >= wg:
-            dk = warpgroup_mma(ds, qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
-        d = _score(v_tile, g_smem, after, zero)
+            dk = warpgroup_mma(ds, ctx.qt_smem.index(stage).permute((1, 0)), dk, is_async=True)
+        d = _score(at.v_tile, ctx.g_smem, after)
         dv, s, dk, d = warpgroup_mma_wait(0, [dv, s, dk, d])
-        mbarrier.arrive(empty.index(stage), count=1)
+        ctx.ring.release(j)
     return s, d, dv, dk
 
 
 @gluon.jit
-def _dkdv_consumer(
-    wg: gl.constexpr, shared, tensors, strides_k, strides_v, shape,
-    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    FLUSH: gl.constexpr, UNROLL: gl.constexpr, FLUSH_DK: gl.constexpr,
-):  # fmt: skip
+def _dkdv_consumer(wg: gl.constexpr, ctx):
     """Warpgroup wg: 64 keys. dV's product runs beside the arithmetic of dS, dK's beside S and D of
     the next block of 64 queries."""
-    k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
-    K_scale, K_own_scale, V_scale, Qt_scale, Ot_scale, Part, DK, DV = tensors
-    H_kv, N_kv, Q_rows, K_pad, last = shape
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 32])
-    A: gl.constexpr = gl.DotOperandLayout(0, O, 4)
-    zero = gl.full([64, 64], 0, gl.int32, S)
-    zero_o = gl.full([64, BLOCK_D], 0.0, gl.float32, O)
-    L: gl.constexpr = _by_thread(zero_o).type.layout
+    O: gl.constexpr = _products(ctx.BLOCK_D)
+    zero = gl.full([64, ctx.BLOCK_D], 0.0, gl.float32, O)
+    L: gl.constexpr = _by_thread(zero).type.layout
 
-    head, row0 = _tile(gl.program_id(0), gl.num_programs(0), N_kv, last, 128, False)
-    per_head, blocks = _blocks_of_queries(row0, Q_rows, K_pad, CAUSAL)
+    head, row0 = _tile(gl.program_id(0), gl.num_programs(0), ctx.N_kv, ctx.last, 128, False)
+    per_head, blocks = _blocks_of_queries(row0, ctx)
     row0 += wg * 64
-    here = head.to(gl.int64) * K_pad + row0
-    v_scale = gl.load(V_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
+    here = head.to(gl.int64) * ctx.K_pad + row0
+    v_scale = gl.load(ctx.V_scale + here + gl.arange(0, 64, layout=_ROW))
     v_scale = gl.expand_dims(v_scale, 1)
-    k_scale = gl.load(K_scale + here // 64)
-    if CAUSAL:
-        own_scale = gl.load(K_own_scale + here + gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
+    k_scale = gl.load(ctx.K_scale + here // 64)
+    if ctx.CAUSAL:
+        own_scale = gl.load(ctx.K_own_scale + here + gl.arange(0, 64, layout=_ROW))
         own_scale = gl.expand_dims(own_scale, 1)
-    places = gl.arange(0, BLOCK_D // 4, layout=gl.SliceLayout(1, L))[:, None] * 256
+    places = gl.arange(0, ctx.BLOCK_D // 4, layout=gl.SliceLayout(1, L))[:, None] * 256
     places += gl.arange(0, 256, layout=gl.SliceLayout(0, L))[None, :]
-    part = Part + (gl.program_id(0).to(gl.int64) * 2 + wg) * (64 * BLOCK_D) + places
+    part = ctx.Part + (gl.program_id(0).to(gl.int64) * 2 + wg) * (64 * ctx.BLOCK_D) + places
 
-    k_tile, v_tile, total = k_smem.index(wg), v_smem.index(wg), totals.index(wg)
-    mbarrier.wait(loaded, 0)
-    mbarrier.wait(full.index(0), 0)
-    s, d = zero, zero  # CAUSAL: set by _own_queries
-    if not CAUSAL:
-        s = _score(k_tile, q_smem, 0, zero)
-        d = _score(v_tile, g_smem, 0, zero)
+    at = Keys(ctx.k_smem.index(wg), ctx.v_smem.index(wg), k_scale, v_scale, blocks)
+    total = ctx.totals.index(wg)
+    mbarrier.wait(ctx.loaded, 0)
+    ctx.ring.wait_full(0)
+    s = gl.full([64, 64], 0, gl.int32, _S)  # CAUSAL: set by _own_queries
+    d = s
+    if not ctx.CAUSAL:
+        s = _score(at.k_tile, ctx.q_smem, 0)
+        d = _score(at.v_tile, ctx.g_smem, 0)
         s, d = warpgroup_mma_wait(0, [s, d])
-    dk = zero_o
+    dk = zero
     for first_block in range(0, blocks, per_head):  # of a query head; not CAUSAL: of all as one
         begin = first_block
         end = first_block + per_head
-        if CAUSAL:
-            k_own = k_smem.index(2 + wg)
-            s, d, dv, dk = _own_queries(
-                wg, shared, k_own, k_tile, v_tile, zero_o, begin, blocks, own_scale, v_scale,
-                STAGES, S, A,
-            )  # fmt: skip
+        if ctx.CAUSAL:
+            k_own = ctx.k_smem.index(2 + wg)
+            s, d, dv, dk = _own_queries(begin, k_own, own_scale, wg, at, ctx)
             _flush(total, dv, begin == 0)
-            dk = _add_part(dk, part, begin > 0, begin + 2 < blocks, O)
+            dk = _add_part(dk, part, begin > 0, begin + 2 < blocks)
             begin += 2
-        for far in range(begin, end, FLUSH_DK):
-            dk = zero_o
-            far_end = gl.minimum(far + FLUSH_DK, end)
-            for first in range(far, far_end, FLUSH):
-                dv = zero_o
-                for j in range(first, gl.minimum(first + FLUSH, far_end), UNROLL):
-                    s, d, dv, dk = _queries(
-                        shared, k_tile, v_tile, s, d, dv, dk, j, blocks, k_scale, v_scale,
-                        STAGES, UNROLL, S, A,
-                    )  # fmt: skip
+        for far in range(begin, end, ctx.FLUSH_DK):
+            dk = zero
+            far_end = gl.minimum(far + ctx.FLUSH_DK, end)
+            for first in range(far, far_end, ctx.FLUSH):
+                dv = zero
+                for j in range(first, gl.minimum(first + ctx.FLUSH, far_end), ctx.UNROLL):
+                    s, d, dv, dk = _queries(j, s, d, dv, dk, at, ctx)
                 _flush(total, dv, first == 0)
-            dk = _add_part(dk, part, far > 0, far_end < blocks, O)
+            dk = _add_part(dk, part, far > 0, far_end < blocks)
     warpgroup_mma_wait(0, [s, d])
-    dv = _from_thread(total.load(L), O) * gl.load(Ot_scale + head)
-    _store(dv, DV, row0, head, H_kv, N_kv, strides_v, D, O)
-    _store(dk * gl.load(Qt_scale + head), DK, row0, head, H_kv, N_kv, strides_k, D, O)
+    dv = _from_thread(total.load(L), O) * gl.load(ctx.Ot_scale + head)
+    strides_v = (ctx.stride_vb, ctx.stride_vh, ctx.stride_vn)
+    _store(dv, ctx.DV, row0, head, ctx.H_kv, ctx.N_kv, strides_v, ctx.D)
+    dk *= gl.load(ctx.Qt_scale + head)
+    strides_k = (ctx.stride_kb, ctx.stride_kh, ctx.stride_kn)
+    _store(dk, ctx.DK, row0, head, ctx.H_kv, ctx.N_kv, strides_k, ctx.D)
 
 
 @gluon.jit
-def _dkdv_producer(
-    K, K_own, V, Q, G, Qt, Ot, Vectors, shared, shape,
-    CAUSAL: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty = shared
-    H_kv, N_kv, Q_rows, K_pad, last = shape
-    head, first = _tile(gl.program_id(0), gl.num_programs(0), N_kv, last, 128, False)
-    per_head, blocks = _blocks_of_queries(first, Q_rows, K_pad, CAUSAL)
-    row0 = head * K_pad + first
-    plane = gl.num_programs(0) // ((N_kv + 127) // 128) * Q_rows  # rows of q in all heads
-    mbarrier.expect(loaded, (6 if CAUSAL else 4) * 64 * BLOCK_D)
+def _dkdv_producer(ctx):
+    head, first = _tile(gl.program_id(0), gl.num_programs(0), ctx.N_kv, ctx.last, 128, False)
+    per_head, blocks = _blocks_of_queries(first, ctx)
+    row0 = head * ctx.K_pad + first
+    # Rows of q in all heads.
+    plane = gl.num_programs(0) // ((ctx.N_kv + 127) // 128) * ctx.Q_rows
+    mbarrier.expect(ctx.loaded, (6 if ctx.CAUSAL else 4) * 64 * ctx.BLOCK_D)
     for wg in gl.static_range(2):
-        tma_load(K, [row0 + wg * 64, 0], loaded, k_smem.index(wg))
-        if CAUSAL:
-            tma_load(K_own, [row0 + wg * 64, 0], loaded, k_smem.index(2 + wg))
-        tma_load(V, [row0 + wg * 64, 0], loaded, v_smem.index(wg))
+        tma_load(ctx.K, [row0 + wg * 64, 0], ctx.loaded, ctx.k_smem.index(wg))
+        if ctx.CAUSAL:
+            tma_load(ctx.K_own, [row0 + wg * 64, 0], ctx.loaded, ctx.k_smem.index(2 + wg))
+        tma_load(ctx.V, [row0 + wg * 64, 0], ctx.loaded, ctx.v_smem.index(wg))
     for j in range(0, blocks):
-        stage = j % STAGES
-        mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
-        bar = full.index(stage)
-        mbarrier.expect(bar, 4 * 64 * BLOCK_D + 3 * 64 * 4)
+        stage = j % ctx.STAGES
+        ctx.ring.wait_free(j)
+        bar = ctx.ring.full.index(stage)
+        mbarrier.expect(bar, 4 * 64 * ctx.BLOCK_D + 3 * 64 * 4)
         column = j * 64
-        if CAUSAL:
-            column = j // per_head * K_pad + first + j % per_head * 64
-        row = head * Q_rows + column
-        tma_load(Q, [row, 0], bar, q_smem.index(stage))
+        if ctx.CAUSAL:
+            column = j // per_head * ctx.K_pad + first + j % per_head * 64
+        row = head * ctx.Q_rows + column
+        tma_load(ctx.Q, [row, 0], bar, ctx.q_smem.index(stage))
         for n in gl.static_range(3):
-            tma_load(Vectors, [n * plane + row], bar, vectors.index(stage * 3 + n))
-        tma_load(G, [row, 0], bar, g_smem.index(stage))
-        tma_load(Ot, [head * BLOCK_D, column], bar, ot_smem.index(stage))
-        tma_load(Qt, [head * BLOCK_D, column], bar, qt_smem.index(stage))
-    if PDL:  # what follows this kernel reads dQ, too
+            tma_load(ctx.Vectors, [n * plane + row], bar, ctx.vectors.index(stage * 3 + n))
+        tma_load(ctx.G, [row, 0], bar, ctx.g_smem.index(stage))
+        tma_load(ctx.Ot, [head * ctx.BLOCK_D, column], bar, ctx.ot_smem.index(stage))
+        tma_load(ctx.Qt, [head * ctx.BLOCK_D, column], bar, ctx.qt_smem.index(stage))
+    if ctx.PDL:  # what follows this kernel reads dQ, too
         gdc_wait()
 
 
@@ -618,7 +607,6 @@ def dkdv_kernel(
     gl.static_assert(FLUSH % UNROLL == 0 and FLUSH_DK % FLUSH == 0 and UNROLL <= 2)
     gl.static_assert(UNROLL == 2 or not CAUSAL, "the tile's own queries are two blocks")
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     TILES: gl.constexpr = 4 if CAUSAL else 2  # of k: then K_own's
     k_smem = gl.allocate_shared_memory(gl.int8, [TILES, 64, BLOCK_D], L)
     v_smem = gl.allocate_shared_memory(gl.int8, [2, 64, BLOCK_D], L)
@@ -627,25 +615,22 @@ def dkdv_kernel(
     qt_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_D, 64], Qt.layout)
     ot_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, BLOCK_D, 64], Ot.layout)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES * 3, 64], Vectors.layout)
-    totals = gl.allocate_shared_memory(gl.float32, [2, BLOCK_D // 4, 256], PLAIN)
+    totals = gl.allocate_shared_memory(gl.float32, [2, BLOCK_D // 4, 256], _PLAIN)
     loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ring = make_ring(STAGES)
     mbarrier.init(loaded, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    shared = (
-        k_smem, v_smem, q_smem, g_smem, qt_smem, ot_smem, vectors, totals, loaded, full, empty
+    ring.begin(2)
+    ctx = DkdvContext(
+        CAUSAL=CAUSAL, D=D, BLOCK_D=BLOCK_D, STAGES=STAGES, FLUSH=FLUSH, UNROLL=UNROLL,
+        FLUSH_DK=FLUSH_DK, PDL=PDL, k_smem=k_smem, v_smem=v_smem, q_smem=q_smem, g_smem=g_smem,
+        qt_smem=qt_smem, ot_smem=ot_smem, vectors=vectors, totals=totals, loaded=loaded, ring=ring,
+        K_scale=K_scale, K_own_scale=K_own_scale, V_scale=V_scale, Qt_scale=Qt_scale,
+        Ot_scale=Ot_scale, Part=Part, DK=DK, DV=DV, stride_kb=stride_kb, stride_kh=stride_kh,
+        stride_kn=stride_kn, stride_vb=stride_vb, stride_vh=stride_vh, stride_vn=stride_vn,
+        H_kv=H_kv, N_kv=N2_kv // 2, Q_rows=Q_rows, K_pad=K_pad, last=last, K=K, K_own=K_own, V=V,
+        Q=Q, G=G, Qt=Qt, Ot=Ot, Vectors=Vectors,
     )  # fmt: skip
-    tensors = (K_scale, K_own_scale, V_scale, Qt_scale, Ot_scale, Part, DK, DV)
-    strides_k, strides_v = (stride_kb, stride_kh, stride_kn), (stride_vb, stride_vh, stride_vn)
-    shape = (H_kv, N2_kv // 2, Q_rows, K_pad, last)
-    gl.warp_specialize([
-        (_dkdv_consumer, (0, shared, tensors, strides_k, strides_v, shape, CAUSAL, D, BLOCK_D,
-                          STAGES, FLUSH, UNROLL, FLUSH_DK)),
-        (_dkdv_consumer, (1, shared, tensors, strides_k, strides_v, shape, CAUSAL, D, BLOCK_D,
-                          STAGES, FLUSH, UNROLL, FLUSH_DK)),
-        (_dkdv_producer, (K, K_own, V, Q, G, Qt, Ot, Vectors, shared, shape, CAUSAL, BLOCK_D,
-                          STAGES, PDL)),
-    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    gl.warp_specialize(
+        [(_dkdv_consumer, (0, ctx)), (_dkdv_consumer, (1, ctx)), (_dkdv_producer, (ctx,))],
+        [4, 1], [REGISTERS, 24],
+    )  # fmt: skip
