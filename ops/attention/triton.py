@@ -94,8 +94,8 @@ def _attention_kernel(
     """Grid: (B * H_q * cdiv(N_q, BLOCK_M),): BLOCK_M rows of one head. Heads one after the other,
     so that k and v stay in L2; within a causal head the longest rows go first.
 
-    Lengths come doubled: see _quantize_v_kernel. Of a length that is known to be 1 follow pairs of
-    p that are known to be equal. Strides of q, v and o come doubled, too: see `doubled`.
+    Lengths come doubled: see _quantize_v_kernel. A length that is known to be 1 makes pairs of p
+    that are known to be equal. Strides of q, v and o come doubled, too: see `doubled`.
     """
     N_q, N_kv = N2_q // 2, N2_kv // 2
     stride_qb, stride_qh, stride_qn = stride_qb // 2, stride_qh // 2, stride_qn // 2
@@ -181,7 +181,7 @@ def _attention_kernel(
     # 8K keys: 823 against 773 TFLOP/s).
     for _ in tl.range(0, tl.minimum(N_kv, 1), num_stages=1):
         # Part 0: the tiles left of the whole ones, which need a mask; 1: the whole ones; 2: those
-        # right of them (the diagonal, the tail), or all of them if there is a mask. Of lists part 1
+        # right of them (the diagonal, the tail), or all of them if there is a mask. LISTED: part 1
         # is the full blocks, 2 the partial ones; each may name the last block, with the tail.
         for part in tl.static_range(FIRST_PART, 3):
             if LISTED:

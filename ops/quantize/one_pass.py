@@ -36,7 +36,7 @@ def _quantize_kv_kernel(
     K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
-    v cost so many registers that half as many programs run at once."""
+    v take the registers of another program."""
     N = N2 // 2
     stride_kb, stride_kh, stride_kn = stride_kb // 2, stride_kh // 2, stride_kn // 2
     stride_vb, stride_vh, stride_vn = stride_vb // 2, stride_vh // 2, stride_vn // 2
