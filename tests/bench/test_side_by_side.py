@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import models
 import numpy as np
 import pytest
 import torch
@@ -34,6 +35,26 @@ def video_pipeline():
     return Pipeline(None, None, vae, scheduler, transformer=transformer).to(torch.bfloat16)
 
 
+class ImagePipeline:
+    def __init__(self):
+        torch.manual_seed(0)
+        model, self.inputs = models.flux()
+        self.transformer, self.steps = model.to(torch.bfloat16), []
+
+    def to(self, device):
+        return self
+
+    @torch.no_grad()
+    def __call__(self, prompt, generator, output_type, num_inference_steps=4, height=8):
+        assert output_type == "np"
+        self.steps.append(num_inference_steps)
+        x = torch.randn(self.inputs["hidden_states"].shape, generator=generator)
+        inputs = self.inputs | {"hidden_states": x}
+        kinds = {k: v.bfloat16() if v.is_floating_point() else v for k, v in inputs.items()}
+        out = self.transformer(**kinds).sample.float().sigmoid()  # [1, 64, 16]
+        return SimpleNamespace(images=out.reshape(1, height, -1, 1).repeat(1, 1, 1, 3).numpy())
+
+
 def run(monkeypatch, tmp_path, pipe, *more):
     loaded = SimpleNamespace(from_pretrained=lambda name, torch_dtype: pipe)
     monkeypatch.setattr(diffusers, "DiffusionPipeline", loaded)
@@ -62,6 +83,16 @@ def test_a_videos_first_and_middle_frame_are_drawn_with_their_difference(
     assert row["report"].startswith("2 of 2 attention calls use sage2-4b")
     assert np.abs(difference - (10 * abs(exact - sage)).clip(0, 1)).max() < 11 / 255  # rounded
     assert difference.max() > 0 and "PSNR" in capsys.readouterr().out
+
+
+@pytest.mark.models
+def test_an_image_is_one_row_and_the_first_call_is_of_two_steps(op_by_op, monkeypatch, tmp_path):
+    pipe = ImagePipeline()
+    row, pixels = run(monkeypatch, tmp_path, pipe)
+    exact, sage, _ = columns_of(pixels, rows=1, height=8)
+    assert pipe.steps == [2, 4, 2, 4]
+    assert side_by_side.psnr(exact, sage) > 40 < row["psnr"]  # of the same noise
+    assert np.ptp(exact) > 0.1
 
 
 def test_psnr_is_that_of_values_of_0_to_1():
