@@ -25,6 +25,7 @@ exactly); the rest is triton.py's, as is every call where Gluon, which is experi
 than GLUON's in compat.py.
 """
 
+# ruff: noqa: F841  (what `context` reads)
 import collections
 import math
 
@@ -40,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sage_inductor.ops.attention.hopper.ring import fields, make_ring, record
+from sage_inductor.ops.attention.hopper.ring import context, make_ring
 from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, walk
 from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
@@ -60,19 +61,6 @@ _LEAST = gl.constexpr(2.0**-46)  # of a scale: what it makes of codes is 0 besid
 FULL = gl.constexpr(0)  # all
 EDGE = gl.constexpr(1)  # a part: the causal diagonal, the last keys
 CODED = gl.constexpr(2)  # what its code says (tile_lists.py)
-
-
-# What the parts of the kernel take: its parameters, and what follows from them.
-@record
-class Context:
-    __annotations__ = fields(
-        constants="D D_V SCALE LEFT RIGHT BOTTOM_RIGHT LISTED MASK SPLIT ROTATED FP8 KEEPS_MAX OWN"
-        " BLOCK_M BLOCK_N BLOCK_D BLOCK_DV WARPGROUPS STAGES CHUNK ALONE BOUNDED CAUSAL",
-        values="q_smem k_smem v_smem scale_smem ring order Q K_scale V_scale V_mean Out Lse Part"
-        " Part_ml Words stride_wb stride_wh stride_wm List stride_lb stride_lh stride_lm stride_qb"
-        " stride_qh stride_qn stride_ob stride_oh stride_on H_q H_kv N_q N_kv N_pad num_m heads"
-        " group whole_tiles K K_own K_own_scale V",
-    )
 
 
 # A tile: its first row; if BOUNDED, what `walk` says of the blocks that it reads.
@@ -792,10 +780,14 @@ def _hopper_kernel(
     """Grid: (programs,), as many as run at once; of one warpgroup, as many as there are tiles.
     Strides of q and o come doubled: see `doubled`."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
+    ALONE: gl.constexpr = WARPGROUPS == 1
+    CAUSAL: gl.constexpr = RIGHT == 0  # SDPA's, unless BOUNDED
+    BOUNDED: gl.constexpr = LISTED or LEFT >= 0 or RIGHT > 0 or (RIGHT == 0 and BOTTOM_RIGHT)
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    # At 256 channels of v four products of 64: with two of 128 the ptxas of CUDA 13.4 (Triton 3.9)
-    # spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x (H200,
-    # 2026-11-22). Triton 3.6's own takes 1.016x with four, 1.000x causal.
+    # Channels of o in one product. At 256, four of 64: with two of 128 the ptxas of CUDA 13.4
+    # (Triton 3.9) spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x
+    # (H200, 2026-11-22). Triton 3.6's own takes 1.016x with four, 1.000x causal.
+    CHUNK: gl.constexpr = 64 if BLOCK_DV == 256 else BLOCK_DV
     num_m = (N_q + BLOCK_M - 1) // BLOCK_M
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
     VS: gl.constexpr = [BLOCK_DV, BLOCK_N] if FP8 else [BLOCK_N, BLOCK_DV]
@@ -812,22 +804,7 @@ def _hopper_kernel(
     for i in gl.static_range(WARPGROUPS):
         mbarrier.init(order.index(i), count=1)
     mbarrier.arrive(order.index(0), count=1)
-    ctx = Context(
-        D=D, D_V=D_V, SCALE=SCALE, LEFT=LEFT, RIGHT=RIGHT, BOTTOM_RIGHT=BOTTOM_RIGHT,
-        LISTED=LISTED, MASK=MASK, SPLIT=SPLIT, ROTATED=ROTATED, FP8=FP8, KEEPS_MAX=KEEPS_MAX,
-        OWN=OWN, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV,
-        WARPGROUPS=WARPGROUPS, STAGES=STAGES, CHUNK=64 if BLOCK_DV == 256 else BLOCK_DV,
-        ALONE=WARPGROUPS == 1, CAUSAL=RIGHT == 0,
-        BOUNDED=LISTED or LEFT >= 0 or RIGHT > 0 or (RIGHT == 0 and BOTTOM_RIGHT),
-        q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, scale_smem=scale_smem, ring=ring, order=order,
-        Q=Q, K=K, K_scale=K_scale, K_own=K_own, K_own_scale=K_own_scale, V=V, V_scale=V_scale,
-        V_mean=V_mean, Out=Out, Lse=Lse, Part=Part, Part_ml=Part_ml, Words=Words, List=List,
-        stride_wb=stride_wb, stride_wh=stride_wh, stride_wm=stride_wm, stride_lb=stride_lb,
-        stride_lh=stride_lh, stride_lm=stride_lm, stride_qb=stride_qb, stride_qh=stride_qh,
-        stride_qn=stride_qn, stride_ob=stride_ob, stride_oh=stride_oh, stride_on=stride_on,
-        H_q=H_q, H_kv=H_kv, N_q=N_q, N_kv=N_kv, N_pad=N_pad, num_m=num_m, heads=heads, group=group,
-        whole_tiles=whole_tiles,
-    )  # fmt: skip
+    ctx = context()
     if WARPGROUPS == 1:
         fence_async_shared()
         gluon_barrier()

@@ -75,6 +75,7 @@ TMA counts in 32 bits: the rows of q in all heads must be fewer than 2^29, of k 
 transposed codes (BLOCK_D a head) fewer than 2^31.
 """
 
+# ruff: noqa: F841  (what `context` reads)
 import collections
 
 from triton.experimental import gluon
@@ -86,7 +87,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sage_inductor.ops.attention.hopper.kernel import _exp2, _first_own, _to_fp8
-from sage_inductor.ops.attention.hopper.ring import fields, make_ring, record
+from sage_inductor.ops.attention.hopper.ring import context, make_ring
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait, tma_load
 
 # -- both ----
@@ -210,17 +211,6 @@ def _below(ahead):
 
 
 # -- dQ ----
-
-
-# Parameters of dq_kernel, and what follows from them.
-@record
-class DqContext:
-    __annotations__ = fields(
-        constants="CAUSAL D BLOCK_D STAGES FLUSH",
-        values="q_smem g_smem k_smem v_smem kt_smem vectors totals loaded ring Q_scale M Delta"
-        " Row_scale K_scale DQ stride_b stride_h stride_n H_q group N_q Q_pad K_pad"
-        " Q G K K_own V Kt Kt_own K_own_scale V_scale V_scale_own",
-    )
 
 
 # 64 queries of a warpgroup: codes of q and dO in shared memory, the first row, how many blocks of
@@ -381,15 +371,8 @@ def dq_kernel(
     ring = make_ring(STAGES)
     mbarrier.init(loaded, count=1)
     ring.begin(3)
-    ctx = DqContext(
-        CAUSAL=CAUSAL, D=D, BLOCK_D=BLOCK_D, STAGES=STAGES, FLUSH=FLUSH, q_smem=q_smem,
-        g_smem=g_smem, k_smem=k_smem, v_smem=v_smem, kt_smem=kt_smem, vectors=vectors,
-        totals=totals, loaded=loaded, ring=ring, Q_scale=Q_scale, M=M, Delta=Delta,
-        Row_scale=Row_scale, K_scale=K_scale, DQ=DQ, stride_b=stride_b, stride_h=stride_h,
-        stride_n=stride_n, H_q=H_q, group=H_q // H_kv, N_q=N2_q // 2, Q_pad=Q_pad, K_pad=K_pad,
-        Q=Q, G=G, K=K, K_own=K_own, V=V, Kt=Kt, Kt_own=Kt_own, K_own_scale=K_own_scale,
-        V_scale=V_scale, V_scale_own=V_scale_own,
-    )  # fmt: skip
+    group, N_q = H_q // H_kv, N2_q // 2
+    ctx = context()
     gl.warp_specialize([
         (_dq_consumer, (0, ctx)), (_dq_consumer, (1, ctx)), (_dq_consumer, (2, ctx)),
         (_dq_producer, (ctx,)),
@@ -397,17 +380,6 @@ def dq_kernel(
 
 
 # -- dK and dV ----
-
-
-# Parameters of dkdv_kernel, and what follows from them.
-@record
-class DkdvContext:
-    __annotations__ = fields(
-        constants="CAUSAL D BLOCK_D STAGES FLUSH UNROLL FLUSH_DK PDL",
-        values="k_smem v_smem q_smem g_smem qt_smem ot_smem vectors totals loaded ring K_scale"
-        " K_own_scale V_scale Qt_scale Ot_scale Part DK DV stride_kb stride_kh stride_kn stride_vb"
-        " stride_vh stride_vn H_kv N_kv Q_rows K_pad last K K_own V Q G Qt Ot Vectors",
-    )
 
 
 # 64 keys of a warpgroup: codes of k and v in shared memory, k's scale, v's scale of each row, and
@@ -620,16 +592,8 @@ def dkdv_kernel(
     ring = make_ring(STAGES)
     mbarrier.init(loaded, count=1)
     ring.begin(2)
-    ctx = DkdvContext(
-        CAUSAL=CAUSAL, D=D, BLOCK_D=BLOCK_D, STAGES=STAGES, FLUSH=FLUSH, UNROLL=UNROLL,
-        FLUSH_DK=FLUSH_DK, PDL=PDL, k_smem=k_smem, v_smem=v_smem, q_smem=q_smem, g_smem=g_smem,
-        qt_smem=qt_smem, ot_smem=ot_smem, vectors=vectors, totals=totals, loaded=loaded, ring=ring,
-        K_scale=K_scale, K_own_scale=K_own_scale, V_scale=V_scale, Qt_scale=Qt_scale,
-        Ot_scale=Ot_scale, Part=Part, DK=DK, DV=DV, stride_kb=stride_kb, stride_kh=stride_kh,
-        stride_kn=stride_kn, stride_vb=stride_vb, stride_vh=stride_vh, stride_vn=stride_vn,
-        H_kv=H_kv, N_kv=N2_kv // 2, Q_rows=Q_rows, K_pad=K_pad, last=last, K=K, K_own=K_own, V=V,
-        Q=Q, G=G, Qt=Qt, Ot=Ot, Vectors=Vectors,
-    )  # fmt: skip
+    N_kv = N2_kv // 2
+    ctx = context()
     gl.warp_specialize(
         [(_dkdv_consumer, (0, ctx)), (_dkdv_consumer, (1, ctx)), (_dkdv_producer, (ctx,))],
         [4, 1], [REGISTERS, 24],
