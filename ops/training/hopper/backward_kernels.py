@@ -144,8 +144,9 @@ def _flush(total, acc, is_first):
 @gluon.jit
 def _add_part(acc, part, is_more, is_less):
     """acc, with what is in part if is_more; which it is stored to if is_less than all."""
+    O: gl.constexpr = acc.type.layout
     if is_more:
-        acc += _from_thread(gl.load(part), acc.type.layout)
+        acc += _from_thread(gl.load(part), O)
     if is_less:
         gl.store(part, _by_thread(acc))
     return acc
@@ -231,6 +232,7 @@ def _blocks_of_keys(row_end, ctx):
 def _keys(j, s, dq, k_scale, OWN: gl.constexpr, at, ctx):
     """s and k_scale of block j + 1; dq after block j. OWN: k has a scale a row, and later keys are
     hidden."""
+    O: gl.constexpr = dq.type.layout
     stage, after = j % ctx.STAGES, (j + 1) % ctx.STAGES
     d = _score(at.g_tile, ctx.v_smem, stage)
     q_scale = gl.expand_dims(at.q_scale, 1)
@@ -246,7 +248,7 @@ def _keys(j, s, dq, k_scale, OWN: gl.constexpr, at, ctx):
         k_scale = gl.load(at.k_scale + gl.minimum(j + 1, at.blocks - 1))
     d = warpgroup_mma_wait(0, [d])
     v_scale = gl.expand_dims(ctx.vectors.index(stage).load(_COLUMN), 0)
-    ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), dq.type.layout)
+    ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), O)
     ctx.ring.wait_full(j + 1, j + 1 < at.blocks)
     s = _score(at.q_tile, ctx.k_smem, after)  # of no block: not read
     dq = warpgroup_mma(ds, ctx.kt_smem.index(stage).permute((1, 0)), dq, is_async=True)
