@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sage_inductor.ops.attention.hopper.ring import context, make_ring
 from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, walk
 from sage_inductor.ops.attention.large_scores import flatness
+from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 from sage_inductor.ops.quantize.rotate import butterflies, odd_of
@@ -55,12 +56,6 @@ _LN2 = gl.constexpr(1 / LOG2E)
 _LOG2_FP8_MAX = gl.constexpr(math.log2(E4M3_MAX))
 _ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
 _LEAST = gl.constexpr(2.0**-46)  # of a scale: what it makes of codes is 0 beside 1
-
-
-# How much of a block of keys the rows of a warpgroup see.
-FULL = gl.constexpr(0)  # all
-EDGE = gl.constexpr(1)  # a part: the causal diagonal, the last keys
-CODED = gl.constexpr(2)  # what its code says (tile_lists.py)
 
 
 # A tile: its first row; if BOUNDED, what `walk` says of the blocks that it reads.
