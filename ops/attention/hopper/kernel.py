@@ -675,7 +675,8 @@ def _consumer(wg: gl.constexpr, ctx):
         words = ctx.Words
         if ctx.BOUNDED:
             begin = 0
-            words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
+            if ctx.MASK:
+                words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
             whole, mine, end = read_whole, read_all, read_all
         else:
             if not ctx.SPLIT:
@@ -756,12 +757,13 @@ def _producer(ctx):
 def _hopper_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit, its last stride 1
     K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
-    K_own, K_own_scale,  # OWN: as K, and descriptor of [B * H_kv * N_pad] fp32; else any, not read
+    K_own, K_own_scale,  # if OWN: as K, and descriptor of [B * H_kv * N_pad] fp32
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
-    # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
-    Words, List,  # tile_lists.py; unread but for MASK and LISTED
+    # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; without the other two
+    Words, List,  # tile_lists.py; if MASK, if LISTED
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32; KEEPS_MAX: [2, ...], m is the second
-    Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o, m, l
+    Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o; m, l
+    # if SPLIT
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
     stride_wb, stride_wh, stride_wm, stride_lb, stride_lh, stride_lm,
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
@@ -822,7 +824,7 @@ def _hopper_kernel(
 @triton.jit
 def _combine_kernel(
     Part, Part_ml,  # as above, in
-    V_scale, V_mean,  # [B, H_kv, D_V] in, fp32; unread unless FP8
+    V_scale, V_mean,  # [B, H_kv, D_V] in, fp32; if FP8
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32 out; KEEPS_MAX: as above
     stride_ob, stride_oh, stride_on,
     heads, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,
