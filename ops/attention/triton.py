@@ -66,11 +66,11 @@ _LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))  # p uses all of E4M3: exp2(x 
 @triton.jit
 def _attention_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
-    Q_mean, Delta,  # INT4: [B, H_q, T, D], [B, H_q, T, N_pad] as smooth_q has them; else unread
+    Q_mean, Delta,  # INT4: [B, H_q, T, D], [B, H_q, T, N_pad] as smooth_q has them
     K, K_scale,  # [B, H_kv, N_pad, BLOCK_D] INT8 or E4M3, [B, H_kv, N_pad / 64, GROUPS]
     # INT4: K [B, H_kv, N_pad, BLOCK_D / 2], packed
     V, V_scale, V_mean,  # FP8: [B, H_kv, BLOCK_DV, N_pad], [B, H_kv, D_V] twice
-    # 16-bit: V [B, H_kv, N_kv, D_V], the other two unread. TMA: K and FP8 V are 2-D descriptors
+    # 16-bit: V [B, H_kv, N_kv, D_V] without the other two. TMA: K and FP8 V are 2-D descriptors
     Mask,  # [B or 1, H_q or 1, N_q or 1, N_kv] bool or floating (additive)
     Seen,  # [B or 1, H_q or 1, tiles or 1, N_kv] uint8: mask.summarize
     Kv_count, Kv_index,  # int32 [B or 1, H_q or 1, M_q], [B or 1, H_q or 1, M_q, kv_width]
@@ -336,8 +336,6 @@ def launch(
         raise ValueError(
             f"sage::attention: q_mean and delta go with INT4 k, and only that: k is {recipe.qk}"
         )
-    q_mean, delta = (a.q, a.q) if a.q_mean is None else (a.q_mean, a.delta)  # else neither is read
-    v_scale, v_mean = (a.k_scale, a.k_scale) if a.v_mean is None else (a.v_scale, a.v_mean)
     k, v = a.k, a.v
     tma = tma and k.shape[:3].numel() < 2**31  # a descriptor's rows are 32-bit numbers
     if tma:
@@ -350,8 +348,7 @@ def launch(
     run(
         _attention_kernel,
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
-        (a.q, q_mean, delta, k, a.k_scale, v, v_scale, v_mean, *mask, *lists, out,
-         lse),
+        (a.q, a.q_mean, a.delta, k, a.k_scale, v, a.v_scale, a.v_mean, *mask, *lists, out, lse),
         (*doubled(a.q.stride()), *doubled(a.v.stride()), *mask_strides, *list_strides,
          *doubled(out.stride())[:3],
          H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape

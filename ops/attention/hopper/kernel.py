@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sage_inductor.ops.attention.hopper.ring import context, make_ring
-from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, walk
+from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, lists_of, walk
 from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
@@ -100,12 +100,6 @@ def _pin(l):
         " mov.b32 $0, $2; mov.b32 $1, $3; }",
         "=r,=r,r,r", [l], dtype=gl.float32, is_pure=False, pack=2,
     )  # fmt: skip
-
-
-@triton.jit
-def _lists_of(b, h, ctx):
-    """A head's List (tile_lists.py)."""
-    return ctx.List + b.to(tl.int64) * ctx.stride_lb + h.to(tl.int64) * ctx.stride_lh
 
 
 @triton.jit
@@ -578,7 +572,7 @@ def _place_of(t, ctx):
     h = head - b * ctx.H_q
     h_kv = h // (ctx.H_q // ctx.H_kv)
     if ctx.LISTED:
-        m = gl.load(_lists_of(b, h, ctx) + m.to(gl.int64) * ctx.stride_lm + 2)
+        m = gl.load(lists_of(b, h, ctx) + m.to(gl.int64) * ctx.stride_lm + 2)
     row = m * ctx.BLOCK_M
     return b, h, h_kv, row
 
@@ -591,7 +585,7 @@ def _begin_tile(t, wg: gl.constexpr, ctx):
     q = _load_q(b, h, row + wg * 64, ctx)
     walked = (0, 0, 0)
     if ctx.BOUNDED:
-        walked = walk(_lists_of(b, h, ctx), row, ctx)
+        walked = walk(b, h, row, ctx)
     return b, h, h_kv, row, q, walked
 
 
@@ -675,7 +669,8 @@ def _consumer(wg: gl.constexpr, ctx):
         words = ctx.Words
         if ctx.BOUNDED:
             begin = 0
-            words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
+            if ctx.MASK:
+                words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
             whole, mine, end = read_whole, read_all, read_all
         else:
             if not ctx.SPLIT:
@@ -740,7 +735,7 @@ def _producer(ctx):
         b, h, h_kv, row = _place_of(t, ctx)
         first_block, whole = 0, 0
         if ctx.BOUNDED:
-            first_block, whole, end = walk(_lists_of(b, h, ctx), row, ctx)
+            first_block, whole, end = walk(b, h, row, ctx)
             begin = 0
         elif not ctx.SPLIT:
             end = _num_blocks(row + ctx.BLOCK_M, ctx.N_kv, ctx)
@@ -756,12 +751,13 @@ def _producer(ctx):
 def _hopper_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit, its last stride 1
     K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
-    K_own, K_own_scale,  # OWN: as K, and descriptor of [B * H_kv * N_pad] fp32; else any, not read
+    K_own, K_own_scale,  # if OWN: as K, and descriptor of [B * H_kv * N_pad] fp32
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
-    # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
-    Words, List,  # tile_lists.py; unread but for MASK and LISTED
+    # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; without the other two
+    Words, List,  # tile_lists.py; if MASK, if LISTED
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32; KEEPS_MAX: [2, ...], m is the second
-    Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o, m, l
+    Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o; m, l
+    # if SPLIT
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
     stride_wb, stride_wh, stride_wm, stride_lb, stride_lh, stride_lm,
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
@@ -822,7 +818,7 @@ def _hopper_kernel(
 @triton.jit
 def _combine_kernel(
     Part, Part_ml,  # as above, in
-    V_scale, V_mean,  # [B, H_kv, D_V] in, fp32; unread unless FP8
+    V_scale, V_mean,  # [B, H_kv, D_V] in, fp32; if FP8
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32 out; KEEPS_MAX: as above
     stride_ob, stride_oh, stride_on,
     heads, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,

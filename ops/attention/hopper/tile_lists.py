@@ -29,12 +29,18 @@ BEFORE_ENTRIES = tl.constexpr(3)  # numbers of a row of List
 
 
 @triton.jit
-def walk(lists, row, ctx):
+def lists_of(b, h, ctx):
+    """A head's List."""
+    return ctx.List + b.to(tl.int64) * ctx.stride_lb + h.to(tl.int64) * ctx.stride_lh
+
+
+@triton.jit
+def walk(b, h, row, ctx):
     """The first block that the tile of BLOCK_M rows from `row` reads, as `block_of` takes it
     (LISTED: where the head's lists have it), how many it reads whole (LISTED; else 0) and how many
     in all."""
     if ctx.LISTED:
-        here = lists + (row // ctx.BLOCK_M).to(tl.int64) * ctx.stride_lm
+        here = lists_of(b, h, ctx) + (row // ctx.BLOCK_M).to(tl.int64) * ctx.stride_lm
         return here + BEFORE_ENTRIES, tl.load(here), tl.load(here + 1)
     else:
         begin, end, _, _, _ = tiles_in_sight(
@@ -135,7 +141,7 @@ def _how_often(
 
 @triton.jit
 def _list_tiles_kernel(
-    Codes,  # as above, in; unread unless MASK
+    Codes,  # as above, in; if MASK
     Kv_count, Kv_index, Full_count, Full_index,  # the caller's, as ../triton.py has them
     List,  # [B or 1, H or 1, num_m, width] int32 out, but for the tiles by length
     stride_cb, stride_ch, stride_kb, stride_kh, kv_width, full_width,
@@ -150,7 +156,8 @@ def _list_tiles_kernel(
     PARTS: tl.constexpr = BLOCK_KV // BLOCK_N if BLOCK_KV else 1  # of a block of the caller's
     head, m = (tl.program_id(0) // num_m).to(tl.int64), tl.program_id(0) % num_m
     b, h = head // H, head % H
-    Codes += b * stride_cb + h * stride_ch
+    if MASK:
+        Codes += b * stride_cb + h * stride_ch
     here = List + tl.program_id(0).to(tl.int64) * width
     EVERY: tl.constexpr = 4**WARPGROUPS - 1  # all codes are 3
     wholes, parts = 0, 0  # entries so far

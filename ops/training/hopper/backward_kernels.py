@@ -346,7 +346,7 @@ def dq_kernel(
     K, K_own, V,  # of [B * H_kv * K_pad, BLOCK_D] INT8, blocks of 64 rows
     Kt, Kt_own,  # of [B * H_kv * BLOCK_D, K_pad] FP8, blocks of BLOCK_D rows and 64 tokens
     K_own_scale, V_scale, V_scale_own,  # of [B * H_kv * K_pad] fp32, blocks of 64
-    # CAUSAL: V_scale is vs ks, V_scale_own vs; without it those named own are any, and not read
+    # CAUSAL: V_scale is vs ks, V_scale_own vs; else there are none named own
     Q_scale, M, Delta, Row_scale,  # [B, H_q, Q_pad] fp32: qs; m - log2 448; delta; r c^k
     # CAUSAL: the second m - log2 448 + log2 beta_i, the last r
     K_scale,  # [B, H_kv, K_pad / 64] fp32
@@ -564,7 +564,7 @@ def dkdv_kernel(
     Qt, Ot,  # of [B * H_kv * BLOCK_D, Q_rows] FP8, blocks of BLOCK_D rows and 64 tokens
     Vectors,  # of [3 * B * H_kv * Q_rows] fp32, blocks of 64: Q_scale, M, Delta as dq_kernel's
     K_scale, K_own_scale, V_scale,  # [B, H_kv, K_pad / 64], [B, H_kv, K_pad] twice, fp32
-    # without CAUSAL those named own are any, and not read
+    # those named own: if CAUSAL
     Qt_scale, Ot_scale,  # [B, H_kv] fp32: c^q, c^o
     Part,  # [programs, 2, 64 * BLOCK_D] fp32: totals of dK
     DK, DV,  # [B, H_kv, N_kv, D] out, fp16 or bf16, their last stride 1
