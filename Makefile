@@ -6,7 +6,7 @@
 #   make touched  of `make test`, the tests that run what was changed since it last ran them
 #   make tritons  of that, the kernels with the oldest and the newest Triton
 #   make weights  the tests with torchao's, bitsandbytes' and GGUF's weights; `make sweep` has them
-#   make lint     ruff alone
+#   make lint     ruff alone, and the lines of each folder
 #   make gpu      the tests that need a GPU, with the current python and its torch; of a part alone:
 #                 make gpu PART=kernels, or front, timed, large; SWEEP=--sweep: every variant
 #   make comfyui COMFYUI="FOLDER ..."  the tests of the nodes in these checkouts of ComfyUI, with the
@@ -104,6 +104,9 @@ $(WEIGHTS)/.installed: $(PINS)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@for room in sage_inductor ops lowering patterns tests bench; do \
+		echo "$$room: $$(find $$room -name '*.py' -o -name '*.cpp' -o -name '*.h' | xargs cat | wc -l) lines"; \
+	done
 
 # A process for each: ComfyUI reads its arguments once, when it is imported.
 comfyui:
@@ -120,7 +123,7 @@ GIB_kernels := 8
 GIB_front := 12
 GIB_timed := 1000
 GIB_large := 20
-TIMED := as_fast or as_soon or faster or fastest
+TIMED := faster or fastest
 FRONT := tests/bench tests/front tests/lowering tests/patterns
 TESTS_kernels := tests/ops --ignore tests/ops/test_large.py
 TESTS_front := $(FRONT) -k "not ($(TIMED))"

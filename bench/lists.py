@@ -138,7 +138,7 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     blocks = named(setup, device)
     lists = lists_of(blocks, *size)
     recipe, visibility = NAMED[RECIPE], Visibility(blocks=lists)
-    prepared = prepare(k, v, visibility, recipe, True)
+    prepared = prepare(k, v, visibility, recipe)
     a = attention_call(q, k, v, prepared, visibility, setup.D**-0.5, recipe)
     providers = {"lists": Provider("lists", lambda *a: attention(*a)[0], lambda *_: a)}
     if (tile := hopper_tile(a)) is not None:
@@ -170,7 +170,7 @@ def by_op(visibility: Visibility) -> Callable:
     recipe = NAMED[RECIPE]
 
     def call(q, k, v):
-        prepared = prepare(k, v, visibility, recipe, True)
+        prepared = prepare(k, v, visibility, recipe)
         scale = q.shape[3] ** -0.5
         return attention(*attention_call(q, k, v, prepared, visibility, scale, recipe))[0]
 

@@ -165,5 +165,5 @@ def _computed(cpp: str, of_facts, x, y):
 
 
 def text_of(x: "int | Number") -> str:
-    """Of a size, in C++."""
+    """A size in C++."""
     return x.text if isinstance(x, Number) else str(int(x))

@@ -111,7 +111,7 @@ def _described(x):
 
 
 def _facts(x) -> Facts:
-    """Of a size or stride. No more than its form says: Inductor narrows the range of a symbol by
+    """What is known of a size or stride, by its form alone: Inductor narrows a symbol's range by
     the example's choices, which a package does not check (N < 128 of Dim(max=2048) was seen)."""
     x = sympy.sympify(x.node.expr if isinstance(x, torch.SymInt) else x)
     if x.is_Integer:
@@ -126,7 +126,7 @@ def _function(wrapper, op, arguments: dict, device: torch.device) -> str:
     kernels = wrapper.__dict__.setdefault("sage_kernels", set())
     key = op, *arguments.items()
     if key not in functions:
-        # Of torch's, names that begin so are called as they are.
+        # torch calls functions whose names begin so as they are.
         functions[key] = f"aoti_torch_sage_{len(functions)}"
         wrapper.header.splice(_source(functions[key], op, arguments, device, kernels))
     return functions[key]

@@ -19,9 +19,9 @@ class AttentionCall(NamedTuple):
     """Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v)."""
 
     q: Tensor  # [B, H_q, N_q, D], any strides
-    k: Tensor  # codes, as Prepared.k
-    k_scale: Tensor
-    v: Tensor  # codes, as Prepared.v, or 16-bit [B, H_kv, N_kv, D_v], any strides
+    k: Tensor  # codes, as Prepared.k, or as it comes: [B, H_kv, N_kv, D], any strides
+    k_scale: Tensor | None  # None: the op prepares k and v
+    v: Tensor  # codes, as Prepared.v, or as it comes: [B, H_kv, N_kv, D_v], any strides
     scale: float  # of the softmax
     n_kv: int  # keys without padding
     recipe: str  # Recipe.encode()
@@ -37,6 +37,7 @@ class AttentionCall(NamedTuple):
     v_blocks: Tensor | None = None
     q_mean: Tensor | None = None  # [B, H_q, T, D] and delta [B, H_q, T, N_pad] of `smooth_q`, where
     delta: Tensor | None = None  # q is smoothed
+    visible: Tensor | None = None  # Visibility.keys, where the op prepares k and v
     warpgroups: int | None = None  # a schedule: see select.py; it changes speed, not the result
     kv_num_blocks: Tensor | None = None  # BlockLists' six, contiguous
     kv_indices: Tensor | None = None
@@ -45,17 +46,21 @@ class AttentionCall(NamedTuple):
     block_q: int | None = None
     block_kv: int | None = None
 
+    def with_prepared(self, p: Prepared) -> "AttentionCall":
+        v = self.v if p.v is None else p.v
+        return self._replace(k=p.k, k_scale=p.k_scale, v=v, v_scale=p.v_scale, v_mean=p.v_mean)
+
     @classmethod
     def of(
         cls, q: Tensor, prepared: Prepared, v_16bit: Tensor, visibility: Visibility, scale: float,
         n_kv: int, recipe: Recipe, out_bnhd: bool = False, of_q: tuple = (None, None),
-        warpgroups: int | None = None,
+        visible: Tensor | None = None, warpgroups: int | None = None,
     ) -> "AttentionCall":  # fmt: skip
         p = prepared
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
             out_bnhd, *visibility[:5], p.v_scale, p.v_mean, p.k_blocks, p.v_blocks, *of_q,
-            warpgroups, *visibility.blocks,
+            visible, warpgroups, *visibility.blocks,
         )  # fmt: skip
 
     @property
@@ -68,7 +73,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def blocks(self) -> BlockLists:
-        return BlockLists(*(getattr(self, name) for name in BlockLists._fields))
+        return BlockLists(*self[-len(BlockLists._fields) :])
 
     @property
     def scale_of_codes(self) -> float:
@@ -101,6 +106,14 @@ class AttentionCall(NamedTuple):
 
     def empty_outputs(self) -> tuple[Tensor, Tensor]:
         return empty_outputs(self.q, self.head_dim_v, self.out_bnhd)
+
+    def fake(self) -> list[Tensor]:
+        """What the op gives, without memory."""
+        found = [*self.empty_outputs()]
+        if self.k_scale is None:
+            B, H, _, D = self.k.shape
+            found.append(self.k.new_empty((B, H, D), dtype=torch.float32))
+        return found
 
     def mask_arguments(self, block_m: int) -> tuple:
         """(Mask, Seen), their strides, MASK and ADDITIVE, as kernels with tiles of block_m rows of

@@ -292,6 +292,12 @@ def after_import(theirs: str, ours: str) -> None:
         sys.meta_path.insert(0, _After(theirs, ours))
 
 
+def folds_constants() -> bool:
+    """Whether Inductor, if it is there, computes what it can of constants while compiling."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and config.freezing
+
+
 @contextlib.contextmanager
 def called_instead(module: torch.nn.Module, call: Callable | None) -> Iterator[Callable]:
     """Calls of the module are calls of `call` in the block (None: of what the module itself is,

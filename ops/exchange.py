@@ -100,7 +100,7 @@ class Peers:
         return [x.permute(1, 2, 0, 3) for x in self._put(sent)]
 
     def _put(self, sent: Sequence[tuple]) -> list[Tensor]:
-        """Of each tensor a part to each rank, there at an index of an array of a shape. Returns
+        """A part of each tensor to each rank, there at an index of an array of a shape. Returns
         this rank's arrays, when all ranks have written."""
         found, to, xs = [], [], []
         for parts, shapes, index in sent:
@@ -139,7 +139,7 @@ def said(mine: bytes, group, device: torch.device) -> list[bytes]:
 
 
 def _all_to_all(sent: Tensor, rows_sent, rows_received, group) -> Tensor:
-    """[n], the rows that are this rank's of every rank's `sent`: so many to each, from each."""
+    """[n], this rank's rows of every rank's `sent`; rows_sent go to each, rows_received come."""
     row = sent.numel() * sent.dtype.itemsize // sum(rows_sent)
     received = sent.new_empty(sum(rows_received) * row // sent.dtype.itemsize)
     compat.all_to_all_single(

@@ -23,7 +23,7 @@ class Format:
     largest: float = 1.0  # what the largest number of a group becomes
     packed: int = 1  # codes in one element
     smooths_q: bool = False  # 4 bits ask for it
-    block_scaled: bool = False  # each FP4_BLOCK numbers have a scale in E4M3 besides
+    block_scaled: bool = False  # each FP4_BLOCK numbers have a scale in E4M3, too
     rotates: bool = False  # q and k of this format may be rotated
     granularities: tuple[str, ...] = ()  # that q and k of this format may have
     beside: tuple[str, ...] = ()  # formats of q and k that go with p and v of this one
@@ -36,7 +36,7 @@ class Format:
 class Granularity(NamedTuple):
     """Which rows share a scale."""
 
-    q_span: int  # of so many neighbouring rows of q each q_groups-th shares a scale
+    q_span: int  # in q_span rows of q, rows r, r + q_groups, r + 2 q_groups, .. share a scale
     q_groups: int
     k_groups: int  # scales of each K_BLOCK rows of k
     one_pass: bool = False  # k's and v's shifts, and v's scales, are estimated from some rows

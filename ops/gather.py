@@ -7,7 +7,7 @@ heads   rows of all heads become all rows of some heads, and the outputs go back
         (arXiv:2309.14509)
 codes   each rank quantizes its own keys, and 8-bit codes are gathered:
 
-    sample, lent, extremes = all_gather(rows of k and v)     small, in their own dtype
+    sample, leading, extremes = all_gather(rows of k and v)     small, in their own dtype
     k_mean, v_mean, v_amax = estimate(sample)                equal on all ranks
     codes, k_scale         = quantize(own blocks of k and v)
     prepared               = all_gather(codes, k_scale)      the only large collective
@@ -44,7 +44,7 @@ from sage_inductor.ops.attention_call import empty_outputs
 from sage_inductor.ops.exchange import all_gather, copy, said
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS, TINY, Prepared, pad_head_dim, pad_rows
 from sage_inductor.ops.quantize.op import estimate, quantize_k, quantize_v
-from sage_inductor.ops.recipe import decode
+from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.quantize import sample_rows
 from sage_inductor.ops.register import OPAQUE, autocast
 from sage_inductor.ops.sdpa import SdpaCall, check, compose
@@ -130,11 +130,11 @@ class Shards(NamedTuple):
         """Blocks that begin at this rank, which quantizes them."""
         return self.first_block(rank + 1) - self.first_block(rank)
 
-    def lent(self, rank: int) -> int:
+    def leading(self, rank: int) -> int:
         """Its first rows, those of a block that began at an earlier rank."""
         return min(self.lengths[rank], self.first_block(rank) * K_BLOCK - self.offset(rank))
 
-    def lenders(self, rank: int) -> list[int]:
+    def completing(self, rank: int) -> list[int]:
         """The ranks that complete its last block."""
         end = self.first_block(rank + 1) * K_BLOCK if self.blocks(rank) else 0
         return [r for r in range(rank + 1, len(self.lengths)) if self.offset(r) < end]
@@ -178,7 +178,7 @@ def _agree(facts: dict, device: torch.device, group, lengths) -> Shards:
     else:
         length = facts.pop("length", None)
         lengths = list(lengths or [length] * group.size())
-        # Of as many bytes as the facts are: another rank may ask for them.
+        # As many bytes as the facts: another rank may ask for them.
         text = json.dumps({**facts, "lengths": lengths}).encode()
         digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
         mine = torch.full((FACTS // 8,), digest, device=device).view(torch.uint8)
@@ -248,7 +248,7 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
         ((B, H, D_v, M * K_BLOCK), torch.uint8),
     ]  # fmt: skip
     mine = _message(specs, k.device)
-    _quantize(parts, k_mean, v_mean, v_amax, recipe, *_views(mine, specs))
+    _quantize(parts, k_mean, v_mean, v_amax, r, *_views(mine, specs))
     k_parts, scale_parts, v_parts = _views(all_gather(mine, group), specs)
     N_pad, K_pad, V_pad = pad_rows(shards.N), pad_head_dim(D), pad_head_dim(D_v)
     k_codes = k_parts.new_empty(B, H, N_pad, K_pad)
@@ -272,18 +272,18 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
 def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
     """[(rows of k, of v)] that this rank quantizes, whole blocks but for the last, and k_mean,
     v_mean and v_amax of all ranks."""
-    rank, samples, lent = group.rank(), shards.samples(), shards.lent(group.rank())
+    rank, samples, leading = group.rank(), shards.samples(), shards.leading(group.rank())
     rows = sample_rows(shards.N, k.device)[samples[rank].start : samples[rank].stop]
-    most_sampled, most_lent = max(map(len, samples)), shards.most(shards.lent)
+    most_sampled, most_leading = max(map(len, samples)), shards.most(shards.leading)
     (B, H, _, D), D_v = k.shape, v.shape[3]
-    own = [x[:, :, which] for which in (rows - shards.offset(rank), slice(lent)) for x in (k, v)]
+    own = [x[:, :, which] for which in (rows - shards.offset(rank), slice(leading)) for x in (k, v)]
     own.append(torch.stack(torch.aminmax(v, dim=2)))
-    shapes = [(B, H, n, d) for n in (most_sampled, most_lent) for d in (D, D_v)]
+    shapes = [(B, H, n, d) for n in (most_sampled, most_leading) for d in (D, D_v)]
     specs = [(shape, k.dtype) for shape in (*shapes, (2, B, H, D_v))]
     mine = _message(specs, k.device)
     for to, x in zip(_views(mine, specs), own, strict=True):
         to[tuple(map(slice, x.shape))] = x
-    *sampled, k_lent, v_lent, extremes = _views(all_gather(mine, group), specs)
+    *sampled, k_leading, v_leading, extremes = _views(all_gather(mine, group), specs)
     k_mean, v_mean, v_amax = estimate(
         *(
             torch.cat([y[:, :, : len(s)] for y, s in zip(x, samples, strict=True)], 2)
@@ -296,20 +296,20 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
     v_amax = torch.where(is_exceeded, distance, v_amax).clamp(min=TINY)
 
     # A block that another rank completes is apart: to join it to the others would copy all rows.
-    lenders = shards.lenders(rank)
-    end = lent + (k.shape[2] - lent) // K_BLOCK * K_BLOCK if lenders else k.shape[2]
-    parts = [(k[:, :, lent:end], v[:, :, lent:end])]
-    if lenders:
+    completing = shards.completing(rank)
+    end = leading + (k.shape[2] - leading) // K_BLOCK * K_BLOCK if completing else k.shape[2]
+    parts = [(k[:, :, leading:end], v[:, :, leading:end])]
+    if completing:
         parts.append(tuple(
-            torch.cat([x[:, :, end:], *(y[r][:, :, : shards.lent(r)] for r in lenders)], 2)
-            for x, y in ((k, k_lent), (v, v_lent))
+            torch.cat([x[:, :, end:], *(y[r][:, :, : shards.leading(r)] for r in completing)], 2)
+            for x, y in ((k, k_leading), (v, v_leading))
         ))  # fmt: skip
     return parts, k_mean, v_mean, v_amax
 
 
 def _quantize(
-    parts: list[tuple[Tensor, Tensor]], k_mean: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str,
-    k_bytes: Tensor, k_scale: Tensor, v_bytes: Tensor,
+    parts: list[tuple[Tensor, Tensor]], k_mean: Tensor, v_mean: Tensor, v_amax: Tensor,
+    recipe: Recipe, k_bytes: Tensor, k_scale: Tensor, v_bytes: Tensor,
 ) -> None:  # fmt: skip
     """The parts' codes of k, one after the other, [B, H_kv, M * K_BLOCK, width], their scales
     [B, H_kv, M, 1] and codes of v [B, H_kv, D_v, M * K_BLOCK]. What is behind them is not set."""
@@ -319,10 +319,10 @@ def _quantize(
         if not count:
             continue
         n, rows = count * K_BLOCK, slice(first * K_BLOCK, (first + count) * K_BLOCK)
-        codes, scale = quantize_k(k, k_mean, recipe, None)
+        codes, scale = quantize_k(k, k_mean, recipe)
         copy(k_bytes[:, :, rows], codes.view(torch.uint8)[:, :, :n, : k_bytes.shape[3]])
         k_scale[:, :, first : first + count] = scale[:, :, :count]
-        codes, _ = quantize_v(v, v_mean, v_amax, recipe, False)
+        codes, _ = quantize_v(v, v_mean, v_amax, recipe)
         copy(v_bytes[..., rows], codes.view(torch.uint8)[:, :, : v.shape[3], :n])
         first += count
 

@@ -22,14 +22,14 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.exchange import said
 from sage_inductor.ops.gpus import captures
 
-SHARE = 50  # a group keeps at most one in so many bytes of a GPU's memory
+SHARE = 50  # a group keeps at most 1 / SHARE of a GPU's memory
 STEP = 2**21  # bytes: such memory is allocated in multiples of it
 TEXT = 64  # bytes in which a rank says which GPU it has
 TIMEOUT = 600_000  # ms that a rank waits for one that joined the call's first collective
 
 
 class PeerMemory:
-    """Of a group and this rank's GPU. All ranks have to ask it for the same, in the same order."""
+    """A group's memory on this rank's GPU. All ranks have to ask it for the same, in one order."""
 
     def __init__(self, group, device: torch.device, limit: int):
         self.group, self.device, self.limit = weakref.ref(group), device, limit
@@ -43,7 +43,7 @@ class PeerMemory:
         return size <= (self.bytes if captures(self.device) else self.limit)
 
     def reserve(self, size: int) -> bool:
-        """Whether each rank has so many bytes. If it has to allocate them, the host waits."""
+        """Whether each rank has `size` bytes. If it has to allocate them, the host waits."""
         if not self.fits(size):
             return False
         if size > self.bytes:

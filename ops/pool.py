@@ -174,6 +174,6 @@ def largest(scores: Tensor, counts: Tensor) -> Tensor:
     """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32.
 
     A row has the indices of its counts[...] largest scores, and then those of the rest, both in
-    ascending order. Of equal scores the first are taken. In a row with NaN or -infinity as many
+    ascending order. The first of equal scores are taken. In a row with NaN or -infinity as many
     indices are taken, but any."""
     return _largest(scores.contiguous(), counts.contiguous())[0]

@@ -1,4 +1,4 @@
-"""What torch is told of an op besides what it computes: that Inductor does not look into it, what
+"""What torch learns of an op beyond what it computes: that Inductor does not look into it, what
 it launches, what it opens into, and autocast's rule.
 
     @launched_by(launch)

@@ -1,18 +1,16 @@
 """``sage::sdpa``: scaled dot-product attention with a recipe. What the pass puts into graphs.
 
-    visibility             = Visibility.of(attn_mask, band)       what mask and band hide
-    k_mean, v_mean, v_amax = smooth(k, v)
-    k_codes, k_scale       = quantize_k(k, k_mean)
-    v_codes, v_scale       = quantize_v(v, v_mean)                (recipes that quantize p and v)
-    out, lse               = attention(q, k_codes, ..., v_codes, ...)
-    lse                   += scale * q k_mean                     what smoothing k took off
+    visibility       = Visibility.of(attn_mask, band)    what mask and band hide
+    out, lse, k_mean = attention(q, k, v, visibility)    smooths and quantizes k and v, too
+    lse             += scale * q k_mean                  what smoothing k took off
 
-In nvfp4 k and v are quantize_nvfp4's; and 4 bits have a smooth q:
+4 bits have a smooth q, for which k and v are prepared apart:
 
-    q_mean, delta          = smooth_q(q, k, k_mean)              which attention reads besides
+    prepared         = quantize_kv(k, v, visibility)
+    q_mean, delta    = smooth_q(q, k, prepared.k_mean)
+    out, lse         = attention(q, prepared, q_mean, delta, visibility)
 
-Where statistics are estimated, one op, quantize_kv, takes the place of the middle three. Calls that
-share k and v can share what is made of them alone: ``sage::prepare`` returns it.
+So are they for calls that share k and v: ``sage::prepare`` returns what is made of them alone.
 Eager runs this composition, and Inductor gets it (`opens`). The gradient is exact attention's,
 recomputed in the inputs' own precision.
 
@@ -26,19 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_inductor.ops import compat
 from sage_inductor.ops.attention.select import Problem, attention, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, Prepared
 from sage_inductor.ops.launch import fix_head_dims
-from sage_inductor.ops.quantize.op import (
-    empty_kv,
-    quantize_k,
-    quantize_kv,
-    quantize_nvfp4,
-    quantize_v,
-    smooth,
-)
+from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
@@ -137,89 +129,81 @@ def prepare_kv(
     Arguments: as `sdpa`'s. Returns `Prepared.tensors()`, contiguous; none of them differentiable.
     """
     check(SdpaCall.of(k, k, v, 0.0, recipe))
-    prepared = compose_prepare(k, v, attn_mask, recipe, portable)
-    # The means of k and v are parts of one tensor, which outputs of an op may not be.
-    return [x.clone(memory_format=torch.contiguous_format) for x in prepared]
+    found = compose_prepare(k, v, attn_mask, recipe, portable)
+    # The emulation's are views, which outputs of an op may not be, and in any order.
+    return [x.clone(memory_format=torch.contiguous_format) for x in found]
 
 
 def check(call: SdpaCall) -> None:
     """Raise unless `sdpa` is defined for these arguments."""
     q, k, v, attn_mask, prepared, left, right, _, scale, recipe, *_ = call
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _require(x.dim() == 4, f"{name} must be [B, H, N, D], got {x.dim()} dimensions")
-        _require(x.dtype == q.dtype, f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-        _require(x.device == q.device, f"{name} must be on q's device {q.device}, got {x.device}")
+        x.dim() == 4 or _refuse(f"{name} must be [B, H, N, D], got {x.dim()} dimensions")
+        x.dtype == q.dtype or _refuse(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        x.device == q.device or _refuse(f"{name} must be on q's device {q.device}, got {x.device}")
         N = x.shape[2]
-        _require(1 <= N <= MAX_ROWS, f"{name} must have 1 to {MAX_ROWS} rows, got N={N}")
+        1 <= N <= MAX_ROWS or _refuse(f"{name} must have 1 to {MAX_ROWS} rows, got N={N}")
         D = x.shape[3]
-        _require(1 <= D <= HEAD_DIMS[-1], f"head_dim must be 1..{HEAD_DIMS[-1]}, got {D}")
+        1 <= D <= HEAD_DIMS[-1] or _refuse(f"head_dim must be 1..{HEAD_DIMS[-1]}, got {D}")
     valid = (torch.float16, torch.bfloat16, torch.float32)
     if q.dtype not in valid:
         raise TypeError(f"sage::sdpa: dtype must be one of {valid}, got {q.dtype}")
-    _require(
-        k.shape[:3] == v.shape[:3],
-        f"k and v must have one batch, heads and length, got {_shape(k)} and {_shape(v)}",
+    k.shape[:3] == v.shape[:3] or _refuse(
+        f"k and v must have one batch, heads and length, got {_shape(k)} and {_shape(v)}"
     )
-    _require(
-        k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
-        f"k must have q's batch and head_dim, got q {_shape(q)} and k {_shape(k)}",
+    (k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]) or _refuse(
+        f"k must have q's batch and head_dim, got q {_shape(q)} and k {_shape(k)}"
     )
-    _require(
-        q.shape[1] % k.shape[1] == 0,
-        f"the heads of q must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}",
+    q.shape[1] % k.shape[1] == 0 or _refuse(
+        f"the heads of q must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}"
     )
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool and attn_mask.dtype not in valid:
             raise TypeError(f"sage::sdpa: attn_mask must be bool or {valid}, got {attn_mask.dtype}")
-        _require(
-            attn_mask.device == q.device,
-            f"attn_mask must be on q's device {q.device}, got {attn_mask.device}",
+        attn_mask.device == q.device or _refuse(
+            f"attn_mask must be on q's device {q.device}, got {attn_mask.device}"
         )
         full = (*q.shape[:3], k.shape[2])
         shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-        _require(
+        (
             2 <= attn_mask.dim() <= 4
-            and all(m == 1 or m == n for m, n in zip(shape, full, strict=False)),
-            f"attn_mask must broadcast to {list(full)}, got {_shape(attn_mask)}",
-        )
+            and all(m == 1 or m == n for m, n in zip(shape, full, strict=False))
+        ) or _refuse(f"attn_mask must broadcast to {list(full)}, got {_shape(attn_mask)}")
     for name, bound in (("left", left), ("right", right)):
-        _require(bound is None or bound >= 0, f"{name} must be None or at least 0, got {bound}")
+        (bound is None or bound >= 0) or _refuse(f"{name} must be None or at least 0, got {bound}")
     valid = (None, *WARPGROUPS)
-    _require(call.warpgroups in valid, f"warpgroups must be one of {valid}, got {call.warpgroups}")
-    _require(math.isfinite(scale), f"scale must be finite, got {scale}")
+    call.warpgroups in valid or _refuse(f"warpgroups must be one of {valid}, got {call.warpgroups}")
+    math.isfinite(scale) or _refuse(f"scale must be finite, got {scale}")
     if call.blocks.size is not None:
         _check_blocks(call.blocks, q)
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)
-        _require(len(prepared) == n, f"prepared must be empty or {n} tensors, got {len(prepared)}")
+        len(prepared) == n or _refuse(f"prepared must be empty or {n} tensors, got {len(prepared)}")
 
 
 def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
     valid = all(size in BLOCK_SIZES for size in blocks.size)
-    _require(valid, f"block_q and block_kv must be of {BLOCK_SIZES}, got {blocks.size}")
+    valid or _refuse(f"block_q and block_kv must be of {BLOCK_SIZES}, got {blocks.size}")
     for count, index in blocks.lists:
         if not count.dtype == index.dtype == torch.int32:
             got = f"{count.dtype} and {index.dtype}"
             raise TypeError(f"sage::sdpa: block lists must be int32, got {got}")
-        _require(
-            count.device == index.device == q.device,
-            f"block lists must be on q's device {q.device}, got {count.device}, {index.device}",
+        count.device == index.device == q.device or _refuse(
+            f"block lists must be on q's device {q.device}, got {count.device}, {index.device}"
         )
         of_q = count.dim() == 3 and all(
             m == 1 or m == n for m, n in zip(count.shape[:2], q.shape[:2], strict=True)
         )
-        _require(
-            of_q and index.shape[:-1] == count.shape == blocks.kv_num_blocks.shape,
+        (of_q and index.shape[:-1] == count.shape == blocks.kv_num_blocks.shape) or _refuse(
             "block lists must be [B or 1, H_q or 1, M_q] and [B or 1, H_q or 1, M_q, width] of "
-            f"q {_shape(q)}, got {_shape(count)} and {_shape(index)}",
+            f"q {_shape(q)}, got {_shape(count)} and {_shape(index)}"
         )
         rows = count.shape[2] * blocks.block_q
-        _require(rows >= q.shape[2], f"block lists must be for {q.shape[2]} queries, got {rows}")
+        rows >= q.shape[2] or _refuse(f"block lists must be for {q.shape[2]} queries, got {rows}")
 
 
-def _require(holds, message: str) -> None:
-    if not holds:
-        raise ValueError(f"sage::sdpa: {message}")
+def _refuse(message: str) -> None:
+    raise ValueError(f"sage::sdpa: {message}")
 
 
 def _shape(x: Tensor) -> list:
@@ -234,36 +218,35 @@ def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
 
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse of the smoothed keys, and k_mean."""
-    inputs, k_mean = kernel_inputs(call)
-    return *attention(*inputs), k_mean
-
-
-def kernel_inputs(call: SdpaCall) -> tuple[AttentionCall, Tensor]:
-    """What the attention op takes, and k_mean."""
+    """out, lse of the smoothed keys, and k_mean: by one op unless q is smoothed, k and v are
+    prepared, or Inductor may prepare them once for all, if they are constants."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
-    q, k, v = call.q, call.k, call.v
-    visibility = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
-    prepared = Prepared(*call.prepared) if call.prepared else prepare(k, v, visibility, recipe)
-    inputs = attention_call(
-        q, k, v, prepared, visibility, call.scale, recipe, call.out_bnhd, call.warpgroups
-    )
-    return inputs, prepared.k_mean
+    q, k, v, prepared = call.q, call.k, call.v, None
+    seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
+    if call.prepared:
+        prepared = Prepared(*call.prepared)
+    elif recipe.of_qk.smooths_q or compat.folds_constants():
+        prepared = prepare(k, v, seen, recipe)
+    how = call.scale, recipe, call.out_bnhd, call.warpgroups
+    found = attention(*attention_call(q, k, v, prepared, seen, *how))
+    return (*found, prepared.k_mean) if prepared else tuple(found)
 
 
 def attention_call(
-    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, visibility: Visibility, scale: float,
-    recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, prepared: Prepared | None, visibility: Visibility,
+    scale: float, recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
 ) -> AttentionCall:  # fmt: skip
     """What the attention op takes: with q's means where q is smoothed, and v itself, in 16 bits,
-    where v is not quantized."""
-    of_q = (None, None)
-    if recipe.of_qk.smooths_q:
+    where v is not quantized. prepared None: the op prepares k and v."""
+    of_q, visible = (None, None), None
+    if prepared is None:
+        prepared, visible = Prepared(k, None, None), visibility.keys(k)
+    elif recipe.of_qk.smooths_q:
         of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k))
-    if prepared.v is None and v.dtype == torch.float32:
+    if recipe.of_pv.dtype is None and v.dtype == torch.float32:
         v = v.bfloat16()
     return AttentionCall.of(
-        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, warpgroups
+        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups
     )
 
 
@@ -299,28 +282,7 @@ def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_L
 
 def prepare(k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe) -> Prepared:
     """What kernels read of k and v."""
-    visible, text, pv = visibility.keys(k), recipe.encode(), recipe.of_pv
-    saturate = visible is not None
-    if recipe.sharing.one_pass:
-        return Prepared(*quantize_kv(k, None if pv.dtype is None else v, visible, text))
-    if pv.block_scaled:
-        (k_mean, k_amax), (v_mean, v_amax) = (
-            (x[0] for x in smooth(x, None, visible)) for x in (k, v)
-        )
-        k_codes, k_blocks, k_scale = quantize_nvfp4(k, k_mean, k_amax, False, saturate)
-        v_codes, v_blocks, v_scale = quantize_nvfp4(v, v_mean, v_amax, True, saturate)
-        return Prepared(k_codes, k_scale, k_mean, v_codes, v_scale, v_mean, k_blocks, v_blocks)
-    if pv.dtype is not None and v.shape[3] == k.shape[3]:
-        mean, amax = smooth(k, v, visible)  # [2, B, H_kv, D]: one launch
-        k_mean, v_mean, v_amax = mean[0], mean[1], amax[1]
-    else:
-        k_mean = smooth(k, None, visible)[0][0]
-        if pv.dtype is not None:
-            v_mean, v_amax = (x[0] for x in smooth(v, None, visible, 0))
-    of_k = *quantize_k(k, k_mean, text, visible), k_mean
-    if pv.dtype is None:
-        return Prepared(*of_k)
-    return Prepared(*of_k, *quantize_v(v, v_mean, v_amax, text, saturate), v_mean)
+    return Prepared(*quantize_kv(k, v, visibility.keys(k), recipe.encode()))
 
 
 def _sdpa_fake(call: SdpaCall) -> tuple[Tensor, Tensor]:
@@ -336,8 +298,7 @@ sdpa.register_fake(schema_of(SdpaCall, tuple[Tensor, Tensor], _sdpa_fake))
 def _(k, v, attn_mask, recipe, portable):
     check(SdpaCall.of(k, k, v, 0.0, recipe))
     fix_head_dims(k, v)
-    quantizes_v = decode(recipe).of_pv.dtype is not None
-    return empty_kv(k, v if quantizes_v else None, recipe).tensors()
+    return empty_kv(k, v, recipe).tensors()
 
 
 def _save_inputs(ctx, inputs, output):

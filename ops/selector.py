@@ -4,7 +4,7 @@ result is attention's only nearly: nobody gets it who does not ask for it.
     q_mean, k_mean = means of the tokens of each block          k's with its mean over N taken off
     scores         = scale * q_mean k_mean^T + log(tokens of the block of keys / block_kv)
     always         = the diagonal, blocks with dense tokens, blocks whose tokens are not alike
-    kept           = always, of the rest the top_k by scores, and what top_p asks for besides
+    kept           = always, the top_k of the rest by scores, and what top_p asks for
 
 A mean stands for its block if the tokens are alike: a block's self-similarity is the mean cosine of
 all pairs of its tokens, which is the squared norm of the mean of its tokens, each scaled to norm 1.
@@ -66,7 +66,7 @@ def compose_select(
     ascending order, and then the others: BlockLists' first two.
     """
     with torch.autocast(q.device.type, enabled=False):
-        shift = smooth(k, None, None)[0][0]
+        shift = smooth(k)[0]
         (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
             _pool(*x, similarity, dense_first, dense_last)
             for x in ((q, None, block_q), (k, shift, block_kv))
@@ -97,7 +97,7 @@ def _pool(
     x: Tensor, shift: Tensor | None, block: int, similarity: float, dense_first: int,
     dense_last: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of each block of x [B, H, N, D], less shift [B, H, D]: the mean of its tokens [B, H, M, D],
+    """For each block of x [B, H, N, D], less shift [B, H, D]: the mean of its tokens [B, H, M, D],
     whether it is always computed [B, H, M], bool, its first token and how many it has [M]."""
     mean, alike = pool_blocks(x, shift, block)
     N = x.shape[2]

@@ -116,8 +116,8 @@ def _keeps_groups(q, k) -> bool:
 
 
 def _keys(k, masks=()):
-    """Of what belongs to the heads of k. One head is whole, but where masks say for each head of q
-    which keys count in its statistics: then no way to shard them is left."""
+    """The placement of what heads of k have. One head is whole, unless masks say for each head
+    of q which keys count in its statistics: then no way to shard them is left."""
 
     def of(dim: int):
         shared = k.shape[dim] == 1 and all(mask(dim) == Replicate() for mask in masks)
@@ -131,7 +131,7 @@ def _mask(x):
 
 
 def _broadcast(x):
-    """Of a tensor whose dimension may be missing, or 1 for all."""
+    """The placement of a tensor whose dimension may be missing, or 1 for all."""
     return lambda dim: Shard(dim) if dim >= 0 and x.shape[dim] != 1 else Replicate()
 
 

@@ -10,7 +10,7 @@ __version__ = "0.2.0"
 
 
 def hash_of(places: Iterable[Path]) -> str:
-    """Of all sources that these are, or that lie in them, and of the tables."""
+    """The hash of all sources that these are, or that lie in them, and of the tables."""
     found = {file for place in places for file in (place, *place.rglob("*"))}
     files = (file for file in found if file.suffix in (".py", ".h", ".json"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()

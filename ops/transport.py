@@ -44,7 +44,7 @@ HOST = {"rows": 1.6e-3, "heads": 2.2e-3, "codes": 4.2e-3}  # seconds of a call i
 
 
 class Rates(NamedTuple):
-    """Of a group's slowest rank."""
+    """Rates of a group's slowest rank."""
 
     gather: float  # bytes a second that a rank receives in an all_gather
     exchange: float  # in an all_to_all
@@ -105,7 +105,7 @@ class Transfer(NamedTuple):
         return sum(self.B * size + ALIGN for size in sizes)
 
     def seconds(self, way: str, rates: Rates) -> float:
-        """Of the whole call without the host's part, on the rank that has the most to compute."""
+        """The whole call's time without the host's part, on the rank that computes most."""
         P, n, N = len(self.lengths), max(self.lengths), sum(self.lengths)
         of_kv = self.B * self.H_kv * (self.D + self.D_v)  # numbers of a row of keys
         of_q = self.B * self.H_q * (self.D + self.D_v)  # and of a row of queries and outputs

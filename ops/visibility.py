@@ -131,8 +131,8 @@ def as_4d(attn_mask: Tensor) -> Tensor:
 
 
 def num_tiles(n_q: int, block_m: int):
-    """Rows of a tile_summary: one more than there are tiles. Of a symbolic number that may be 1
-    torch would ask whether it is, and make the graph, or the package, for short queries alone."""
+    """Rows of a tile_summary: one more than there are tiles. If a symbolic number may be 1, torch
+    would ask whether it is, and make the graph, or the package, for short queries alone."""
     return (n_q + 2 * block_m - 1) // block_m
 
 

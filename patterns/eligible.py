@@ -32,7 +32,7 @@ ORDERS = sorted(
 )
 
 
-def why_not(call: Call) -> Reason | None:
+def why_not(call: Call) -> Reason | None:  # noqa: C901  (one condition after another)
     """The reason sage::sdpa cannot stand for this call, whatever the length, or None if it can."""
     q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
     out = call.out

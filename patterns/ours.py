@@ -24,7 +24,7 @@ ENTRIES: set = set()
 
 
 def as_sdpa(graph: Graph) -> dict[Node, tuple[str, Node | None]]:
-    """Write every call of an entry as SDPA, in place. Of each new call: the recipe that is asked
+    """Write every call of an entry as SDPA, in place. Returns for each: the recipe that is asked
     for, and the logsumexp, where it is."""
     requested = {}
     for node in list(graph.nodes):
@@ -37,7 +37,7 @@ def as_sdpa(graph: Graph) -> dict[Node, tuple[str, Node | None]]:
     return requested
 
 
-def _written(
+def _written(  # noqa: PLR0913  (attention's arguments)
     node: Node, q, k, v, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse, dropout_p
 ) -> tuple[Node, Node | None]:
     key = "val" if "val" in node.meta else "example_value"

@@ -15,7 +15,7 @@ COMMANDS = {
 
 
 class _Version(argparse.Action):
-    """Of the sources, which are read without their package: that imports torch."""
+    """The sources' version. They are read without their package, which imports torch."""
 
     def __call__(self, parser, *args):
         file = Path(find_spec("sage_inductor.ops").origin).with_name("sources.py")

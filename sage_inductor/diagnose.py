@@ -59,7 +59,7 @@ class Diagnosis(Findings):
     shown: tuple[str, ...]  # recipes that the table has a column for, if they have rows
     # The same of each stage in which something ran (stages.py).
     by_stage: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-    # Of all calls together, by recipe; "the policy": the suggested recipe of each call.
+    # All calls together, by recipe; "the policy": the suggested recipe of each call.
     totals: dict[str, Total] = dataclasses.field(default_factory=dict)
 
     COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "recipe", "CosSim", "relative L1",
@@ -198,7 +198,7 @@ def diagnose(
     model: a module, a function, or a pipeline of diffusers. With
     ``callback_on_step_end=sage_inductor.Schedule(edge=(5, 2))`` each stage gets its errors and
     recipes.
-    recipes: one name or several; without it all. Of these, the ones that run on the inputs' device
+    recipes: one name or several; without it all. Those that run on the inputs' device
     are measured (on CPU every one, emulated).
     path: where to write the suggested policy.
     tolerance: the relative L1, the sum of |out - exact| over that of |exact|, up to which a recipe

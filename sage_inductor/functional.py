@@ -181,7 +181,7 @@ _FOREIGN = {
 
 
 def _unexpected(foreign: dict) -> str:
-    """Of arguments that do not exist, all at once."""
+    """The message about arguments that do not exist, all at once."""
     hints = [f"{name!r}: {_FOREIGN.get(name) or unknown(name, _SIGNATURE.parameters, '')}"
              for name in foreign]  # fmt: skip
     what = "sage_inductor.attention() got an unexpected keyword argument "

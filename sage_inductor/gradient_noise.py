@@ -47,7 +47,7 @@ from sage_inductor.patterns.graph import value_of
 from sage_inductor.patterns.module_path import UNNAMED
 from sage_inductor.patterns.replace import stand_in
 
-# Each part of a batch is followed to the parameters by itself. Of a batch of windows there may be
+# Each part of a batch is followed to the parameters by itself. A batch of windows may have
 # thousands; 32 parts know the noise to 1 / sqrt(2 * 31), 13 %, and better over many parameters.
 MOST_PARTS = 32
 EXACT = "exact"  # in the place of a recipe
@@ -233,7 +233,7 @@ def _trainable(call: Call, recipes: tuple[str, ...]) -> Decision:
 
 
 class _KeptRun(NamedTuple):
-    """Of the model's own graph of gradients."""
+    """A run of the model's own graph of gradients."""
 
     q: Tensor
     k: Tensor

@@ -435,7 +435,7 @@ class _Object(dict):
 
 
 def _line(text: str, path: tuple[str | int, ...]) -> int:
-    """Of valid JSON, the line in which the value at `path` begins."""
+    """The line of valid JSON in which the value at `path` begins."""
     read, between = json.JSONDecoder().raw_decode, re.compile(r"[\s,:]*")
     at = between.match(text).end()
     for step in path:

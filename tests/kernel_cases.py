@@ -66,10 +66,6 @@ INTERPRETER = Runner("interpreter", "cpu", torch.float16, (
         os.environ.get("TRITON_INTERPRET") != "1",
         reason="needs TRITON_INTERPRET=1 (make test does)",
     ),
-    pytest.mark.skipif(
-        torch.__version__ < "2.13",
-        reason="torch 2.11's wrap_triton takes no kernel of the interpreter's",
-    ),
 ))  # fmt: skip
 GPU = Runner("gpu", "cuda", torch.bfloat16, (pytest.mark.gpu,))
 

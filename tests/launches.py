@@ -284,9 +284,10 @@ def contiguous(dtype: torch.dtype, *shape: Facts):
 def attention(
     B: Facts, N_q: Facts, N_kv: Facts, recipe: str, D: int, heads=(16, 16), D_v: int | None = None,
     dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None,
-    lists: tuple = (), **given,
+    lists: tuple = (), prepared: bool = True, **given,
 ) -> dict:  # fmt: skip
-    """The arguments of attention. lists: of blocks of 128, for each head or for all."""
+    """The arguments of attention. lists: of blocks of 128, for each head or for all. prepared: k and
+    v are."""
     r, f = NAMED[recipe], Facts.of
     H_q, H_kv = map(f, heads)
     D_v = D_v or D
@@ -335,6 +336,12 @@ def attention(
         ]
         names = BlockLists(*tensors, *[None] * (4 - len(tensors)), 128, 128)
         given |= names._asdict()
+    if not prepared:
+        k, codes = (
+            tensor(dtype, x, strides(v, x)) for x in ((B, H_kv, N_kv, f(n)) for n in (D, D_v))
+        )
+        k_scale = v_scale = v_mean = None
+        given["visible"] = contiguous(torch.uint8, B, f(1), N_kv) if mask else None
     call = AttentionCall(
         tensor(dtype, shape, strides(q, shape)), k, k_scale, codes, D**-0.5,
         N_kv, r.encode(), v_scale=v_scale, v_mean=v_mean,
@@ -347,13 +354,13 @@ def quantize(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, D_v: int | None = None, heads: int = 16,
     layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16, recipe: str = FP8,
 ) -> dict:  # fmt: skip
-    """The arguments of quantize_kv. D_v 0: k alone."""
+    """The arguments of quantize_kv."""
     f, one = Facts.of, Facts.of(1)
     k, v = ((B, f(heads), N_kv, f(n)) for n in (D, D if D_v is None else D_v))
     shown = {"batch": (B, one, N_kv), "one": (one, one, N_kv), "all": (B, f(heads), N_kv)}
     return {
         "k": tensor(dtype, k, strides(layout, k)),
-        "v": None if D_v == 0 else tensor(dtype, v, strides(layout, v)),
+        "v": tensor(dtype, v, strides(layout, v)),
         "visible": contiguous(torch.uint8, *shown[visible]) if visible else None,
         "recipe": NAMED[recipe].encode(),
     }
@@ -399,24 +406,18 @@ def correct(
 
 def prepare(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, op: str, heads: int = 16, layout: str = "bnhd",
-    visible: bool = False, two: bool = False, recipe: str = "sage2-8b", along_n: bool = False,
+    two: bool = False,
 ) -> dict:  # fmt: skip
-    """The arguments of an op that prepares k or v, or selects blocks of 128 keys."""
+    """The arguments of an op that selects blocks of 128 keys."""
     f = Facts.of
     of = B, f(heads), N_kv, f(D)
     x = tensor(torch.bfloat16, of, strides(layout, of))
     mean = contiguous(torch.float32, B, f(heads), f(D))
-    rows = contiguous(torch.uint8, B, f(1), N_kv) if visible else None
     blocks = (N_kv + f(127)) // f(128)
-    text, of_rows = NAMED[recipe].encode(), (B, f(heads), N_q)
+    of_rows = B, f(heads), N_q
     scores = contiguous(torch.float32, *of_rows, blocks)
     return {
-        "smooth": {"x": x, "other": x if two else None, "visible": rows, "keep": 1 - two},
-        "quantize_k": {"k": x, "k_mean": mean, "recipe": text, "visible": rows},
-        "quantize_v": {"v": x, "v_mean": mean, "v_amax": mean, "recipe": text, "saturate": visible},
-        "quantize_nvfp4": {
-            "x": x, "mean": mean, "amax": mean, "along_n": along_n, "saturate": visible,
-        },
+        "smooth": {"x": x},
         "pool_blocks": {"x": x, "shift": mean if two else None, "block": 128},
         "largest": {"scores": scores, "counts": contiguous(torch.int32, *of_rows)},
     }[op]  # fmt: skip
@@ -453,6 +454,11 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "lists": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads", "heads"))),
     "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
     "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
+    "all": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, prepared=False, v="chunked")),
+    "all_72": (Facts(1, 64), SHORT, dict(recipe=FP8, D=72, heads=(10, 5), prepared=False, mask="keys")),
+    "all_b16": (
+        Facts(1, 64), SHORT, dict(recipe="sage1-rotated", D=64, prepared=False, out_bnhd=True, **CAUSAL),
+    ),
     "int4": (Facts(1, 64), SHORT, dict(recipe="sage2-4b", D=128, q="chunked", **CAUSAL)),
     "fp4": (Facts(1, 64), SHORT, dict(recipe="sage3", D=72, heads=(10, 5), mask="rows")),
 }  # fmt: skip
@@ -461,12 +467,18 @@ QUANTIZE = {
     "kv_far": (Facts(1, 64), ANY, dict(D=128, layout="apart")),
     "kv_72": (Facts(1, 64), SHORT, dict(D=72, D_v=64, heads=5, layout="chunked")),
     "kv_256": (Facts.of(1), ANY, dict(D=256, layout="bhnd", dtype=torch.float16)),
-    "k": (Facts(1, 64), SHORT, dict(D=64, D_v=0)),
+    "k": (Facts(1, 64), SHORT, dict(D=64, recipe="sage1-per-token")),
     "kv_batch": (Facts(1, 64), SHORT, dict(D=128, visible="batch")),
     "kv_one": (Facts(1, 64), SHORT, dict(D=128, visible="one", layout="every_other")),
     "kv_all": (Facts.of(2), SHORT, dict(D=64, visible="all")),
     "kv_rotated": (Facts(1, 64), SHORT, dict(D=72, heads=5, recipe="sage2-8b-rotated")),
-    "k_batch": (Facts(1, 64), SHORT, dict(D=128, D_v=0, visible="batch")),
+    "k_batch": (Facts(1, 64), SHORT, dict(D=128, recipe="sage1-per-token", visible="batch")),
+    "k_block": (Facts(1, 64), ANY, dict(D=128, recipe="sage1", layout="chunked")),
+    "kv_thread": (Facts(1, 64), SHORT, dict(D=72, recipe="sage2-8b", heads=5, layout="apart")),
+    "kv_thread_one": (Facts(1, 64), SHORT, dict(D=128, recipe="sage2-8b", visible="one")),
+    "kv_int4": (Facts(1, 64), SHORT, dict(D=80, D_v=64, recipe="sage2-4b", visible="batch")),
+    "kv_fp4": (Facts(1, 64), SHORT, dict(D=128, recipe="sage3")),
+    "kv_fp4_72": (Facts.of(2), ANY, dict(D=72, recipe="sage3", visible="all")),
 }
 TRAINED = {
     "rowscaled": (Facts(1, 64), SHORT, dict(D=128)),
@@ -489,13 +501,6 @@ CORRECTED = {
 }
 PREPARED = {
     "smooth": (Facts(1, 64), ANY, dict(op="smooth", D=128)),
-    "smooth_two": (Facts(1, 64), SHORT, dict(op="smooth", D=72, heads=5, two=True, layout="apart")),
-    "smooth_rows": (Facts(1, 64), SHORT, dict(op="smooth", D=128, two=True, visible=True)),
-    "only_k": (Facts(1, 64), ANY, dict(op="quantize_k", D=128, layout="chunked")),
-    "only_k_4": (Facts(1, 64), SHORT, dict(op="quantize_k", D=80, recipe="sage2-4b", visible=True)),
-    "only_v": (Facts(1, 64), SHORT, dict(op="quantize_v", D=128, visible=True)),
-    "fp4_k": (Facts(1, 64), SHORT, dict(op="quantize_nvfp4", D=128)),
-    "fp4_v": (Facts.of(2), ANY, dict(op="quantize_nvfp4", D=72, along_n=True, visible=True)),
     "pool": (Facts(1, 64), SHORT, dict(op="pool_blocks", D=128, layout="every_other")),
     "pool_less": (Facts(1, 64), ANY, dict(op="pool_blocks", D=64, two=True)),
     "largest": (Facts(1, 64), SHORT, dict(op="largest", D=64)),

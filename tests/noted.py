@@ -16,11 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_inductor.ops import gpus
 from sage_inductor.ops import pool as of_tokens
+from sage_inductor.ops import sdpa as of_sdpa
 from sage_inductor.ops.attention import select, tiles, triton
+from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation, Launch, describe
 from sage_inductor.ops.launch import noted, run
+from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
-from sage_inductor.ops.sdpa import SdpaCall, kernel_inputs, unsmoothed_lse
+from sage_inductor.ops.sdpa import SdpaCall, unsmoothed_lse
 from sage_inductor.ops.training import rowscaled as of_rowscaled
 from sage_inductor.ops.training import sagebwd as of_sagebwd
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
@@ -136,18 +139,26 @@ def sdpa_call(
     return SdpaCall(*found)
 
 
+def prepared_call(recipe: str, **given) -> AttentionCall:
+    """What the attention op takes of k and v that are prepared."""
+    call = sdpa_call(recipe, **given).of_seen_keys()
+    r, (q, k, v) = NAMED[recipe], call[:3]
+    seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks)
+    prepared, last = of_sdpa.prepare(k, v, seen, r), (call.out_bnhd, call.warpgroups)
+    return of_sdpa.attention_call(q, k, v, prepared, seen, call.scale, r, *last)
+
+
 def attend(call: SdpaCall) -> None:
     """As sage::sdpa, but for lse's correction."""
     with Launching():
-        select.attention(*kernel_inputs(call)[0])
+        of_sdpa.attend(call)
 
 
 def sdpa(recipe: str, pointers: bool = False, **given) -> None:
     """pointers: by the kernel of every call, as on a GPU whose tile has no register cap."""
-    call = sdpa_call(recipe, **given)
     if not pointers:
-        return attend(call)
-    a, _ = kernel_inputs(call)
+        return attend(sdpa_call(recipe, **given))
+    a = prepared_call(recipe, **given)
     tile = dataclasses.replace(select._tile(a, gpus.capability(a.q.device)), maxnreg=None)
     triton.launch(a, tile, run)
 
@@ -155,7 +166,7 @@ def sdpa(recipe: str, pointers: bool = False, **given) -> None:
 def hopper(tile: tiles.Tile, pv: str, rotated: bool = False, **given) -> None:
     """As `attend`, by this tile of the Hopper kernel."""
     recipe = {"fp8": "sage2-8b", "16bit": "sage1"}[pv] + ("-rotated" if rotated else "-per-token")
-    select._hopper().launch(kernel_inputs(sdpa_call(recipe, **given))[0], tile, run)
+    select._hopper().launch(prepared_call(recipe, **given), tile, run)
 
 
 def unsmooth(D: int) -> None:

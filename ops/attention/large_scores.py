@@ -6,7 +6,7 @@ From |m| = LARGE on `m - offset` is rounded ever more, and so is m where an fma 
 x exactly: p exceeds the largest number of its format, where the sum of the row does not stop.
 A step of 8-bit q or k is by then many units of x. So `flatness` shrinks the scores of such a row to
 |m| of about LARGE: p is right to 0.4 %, and only scores are confused that quantization confuses.
-Scores that hold a bias besides a product of codes have a meaning at any size. They were rounded as
+Scores that hold a bias beside a product of codes have a meaning at any size. They were rounded as
 m was, so `shift_of` takes off them a number near m - offset with which the difference is exact.
 All this is done once a row and tile. Below LARGE a flatness is 1, and the shift m - offset.
 

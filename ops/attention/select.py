@@ -17,11 +17,11 @@ from sage_inductor.ops.attention import nvfp4, tiles, triton
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.notes import warn_once
+from sage_inductor.ops.quantize.op import launch as prepare
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
+from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.register import launched_by
-
-OUTPUTS = tuple[Tensor, Tensor]
 
 
 class Problem(NamedTuple):
@@ -66,7 +66,15 @@ def why_not_listed(problem: Problem) -> str | None:
     return None
 
 
-def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> tuple[Tensor, Tensor]:
+def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> list[Tensor]:
+    """``sage::attention``."""
+    if a.k_scale is not None:
+        return [*_attend(run, gpu, a)]
+    prepared = prepare(run, gpu, a.k, a.v, a.visible, a.decoded)
+    return [*_attend(run, gpu, a.with_prepared(prepared)), prepared.k_mean]
+
+
+def _attend(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> tuple[Tensor, Tensor]:
     """The Hopper kernel where it computes the call, nvfp4.py's for block-scaled recipes, else
     triton.py's. A register cap is worth 1.2x on an H200, with descriptors: at 168 registers three
     programs share an SM instead of two, and at most 8 bytes a thread spill. Without a cap they are
@@ -93,7 +101,7 @@ def _tile(a: AttentionCall, capability: tuple[int, int] | None) -> Tile:
 
 def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | None:
     """The Hopper kernel's tile for a call; None where it does not compute it, or is slower.
-    a.warpgroups asks for the tile of so many (0: none); where this call has no such tile, the
+    a.warpgroups asks for the tile with that number (0: none); where this call has no such tile, the
     table's is taken."""
     device, band, (B, H_q, N_q, _) = device or a.q.device, a.band[:2], a.q.shape
     kernel = gpus.capability(device), a.decoded.pv, a.head_dim
@@ -117,19 +125,23 @@ def _hopper():
 # -- the op ----
 
 
-def _attention(a: AttentionCall) -> tuple[Tensor, Tensor]:
+def _attention(a: AttentionCall) -> list[Tensor]:
     """Attention over quantized k, with v quantized or as it is (16-bit).
 
     Arguments: AttentionCall's. The tile_summary is `Visibility.of`'s for this device's BLOCK_M.
     Returns out [B, H_q, N_q, D_v] of q's dtype, lse [B, H_q, N_q] fp32: natural log, over the keys
-    as they were quantized (the caller knows what smoothing took off).
+    as they were quantized, and where it prepares them Prepared's k_mean, which was taken off them.
     """
+    more = []
+    if a.k_scale is None:
+        prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded)
+        a, more = a.with_prepared(prepared), [prepared.k_mean]
     a = a.without_idle_bounds()
     out, lse = reference.attention(a, _tile(a, None).BLOCK_N)
-    return as_stored(out, a.out_bnhd), lse
+    return [as_stored(out, a.out_bnhd), lse, *more]
 
 
 attention = launched_by(
     lambda run, gpu, *args: launch(run, gpu, AttentionCall(*args)),
-    schema_of(AttentionCall, OUTPUTS, AttentionCall.empty_outputs),
-)(schema_of(AttentionCall, OUTPUTS, _attention))
+    schema_of(AttentionCall, list[Tensor], AttentionCall.fake),
+)(schema_of(AttentionCall, list[Tensor], _attention))

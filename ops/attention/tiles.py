@@ -194,7 +194,7 @@ def hopper(
     warpgroups: int | None = None,
 ) -> Tile | None:  # fmt: skip
     """The Hopper kernel's tile for a call of this load that it may compute; None where it cannot
-    run. warpgroups: take the tile of so many, if the call may have it (0: None)."""
+    run. warpgroups: take the tile with that number, if the call may have it (0: None)."""
     if warpgroups == 0:
         return None
     found = _hopper(capability, pv, head_dim, is_causal, triton.__version__)
@@ -270,7 +270,7 @@ def tile(capability: tuple[int, int], qk: str, pv: str, head_dim: int, masked: b
 
 
 def of_blocks(tile: Tile, block_q: int, block_kv: int) -> Tile:
-    """`tile`, cut to what divides blocks of so many queries and keys."""
+    """`tile`, cut to what divides blocks of block_q queries and block_kv keys."""
     rows, keys = math.gcd(tile.BLOCK_M, block_q), math.gcd(tile.BLOCK_N, block_kv)
     num_warps = max(4, tile.num_warps * rows // tile.BLOCK_M)
     return dataclasses.replace(tile, BLOCK_M=rows, BLOCK_N=keys, num_warps=num_warps)
@@ -282,7 +282,7 @@ LISTED_KEYS = 2048  # from which the Hopper kernel reads lists of blocks at head
 def hopper_of_blocks(
     capability: tuple[int, int], pv: str, head_dim: int, n_kv: int, block_q: int, block_kv: int
 ) -> Tile | None:
-    """The tile with which the Hopper kernel computes a call by lists of blocks of so many queries
+    """The tile with which the Hopper kernel computes a call by lists of blocks of these queries
     and keys, if it does: its warpgroups, two or three, share a list where they can."""
     tile = hopper(capability, pv, head_dim, False, ANY)
     if tile is None or (pv == "fp8" and head_dim <= 64 and n_kv < LISTED_KEYS):

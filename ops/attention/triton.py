@@ -98,8 +98,8 @@ def _attention_kernel(
     """Grid: (B * H_q * cdiv(N_q, BLOCK_M),): BLOCK_M rows of one head. Heads one after the other,
     so that k and v stay in L2; within a causal head the longest rows go first.
 
-    Lengths come doubled: see _quantize_v_kernel. Of a length that is known to be 1 follow pairs of
-    p that are known to be equal. Strides of q, v and o come doubled, too: see `doubled`.
+    Lengths come doubled: see _quantize_v_kernel. A length that is known to be 1 makes pairs of p
+    that are known to be equal. Strides of q, v and o come doubled, too: see `doubled`.
     """
     N_q, N_kv = N2_q // 2, N2_kv // 2
     stride_qb, stride_qh, stride_qn = stride_qb // 2, stride_qh // 2, stride_qn // 2

@@ -76,8 +76,8 @@ def tiles_of(
 def listed_tiles(
     Counts, Indices, row, width, BLOCK_KV: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Where the row-th list of blocks begins, and how many tiles it names. Of a count beyond the
-    list's width, the width."""
+    """Where the row-th list of blocks begins, and how many tiles it names. A count beyond the
+    list's width counts as the width."""
     count = tl.maximum(tl.minimum(tl.load(Counts + row), width), 0)
     return Indices + row * width, count * (BLOCK_KV // BLOCK_N)
 

@@ -1,4 +1,4 @@
-"""NVFP4 in Triton: 4-bit codes with a scale for each 16. Of k and v here; of q and p in the
+"""NVFP4 in Triton: 4-bit codes with a scale for each 16: k's and v's here, q's and p's in the
 attention kernel.
 
     phi(x)   blocks of 1x16 along the dimension that is summed over: a scale of E4M3(amax / 6) each,
@@ -52,7 +52,7 @@ def power_of_two(amax_bits):
 
 @triton.jit
 def to_minifloat(x, MANTISSA: tl.constexpr, LEAST: tl.constexpr):
-    """The code, in int32, of x >= 0 to nearest even in a format with so many bits of mantissa and
+    """The code, in int32, of x >= 0 to nearest even in a format with MANTISSA bits of mantissa and
     normal numbers from 2^LEAST; x at most the largest of them."""
     SHIFT: tl.constexpr = 23 - MANTISSA
     MAGIC: tl.constexpr = 1.5 * 2.0 ** (23 + LEAST - MANTISSA)  # + x: rounded to subnormals

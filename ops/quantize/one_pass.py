@@ -6,12 +6,14 @@ blocks of k and v; and the heads of v again that have rows beyond the estimated 
 
 from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_inductor.ops import gpus
 from sage_inductor.ops.formats import K_BLOCK, PAD_N, Prepared, pad_head_dim
-from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
+from sage_inductor.ops.launch import HAS_PDL, doubled, pdl_option, visible_argument
 from sage_inductor.ops.quantize.keys import empty_k, launch_k, quantize_k_block
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.quantize.values import empty_v, quantize_v_again_kernel, quantize_v_block
@@ -34,7 +36,7 @@ def _quantize_kv_kernel(
     K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
-    v cost so many registers that half as many programs run at once."""
+    v take the registers of another program."""
     N = N2 // 2
     stride_kb, stride_kh, stride_kn = stride_kb // 2, stride_kh // 2, stride_kn // 2
     stride_vb, stride_vh, stride_vn = stride_vb // 2, stride_vh // 2, stride_vn // 2
@@ -54,6 +56,11 @@ def _quantize_kv_kernel(
             V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
             MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV,
         )  # fmt: skip
+
+
+def overlaps(gpu: torch.device | gpus.Gpu) -> bool:
+    """Whether these kernels start before the one ahead ends. (On later GPUs it was never run.)"""
+    return HAS_PDL and gpus.capability(gpu) == (9, 0)
 
 
 def launch_kv(

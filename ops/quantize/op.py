@@ -1,87 +1,64 @@
-"""The ops that prepare k and v. On CPU each is its oracle."""
+"""What is made of k and v before q is looked at: on CUDA by kernels, on CPU by their oracles."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from sage_inductor.ops import gpus
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.launch import HAS_PDL, run
+from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
-from sage_inductor.ops.quantize.one_pass import launch_kv
+from sage_inductor.ops.quantize.one_pass import launch_kv, overlaps
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.values import empty_v, launch_v
-from sage_inductor.ops.recipe import decode
+from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.register import launched_by
-
-Pair = tuple[Tensor, Tensor]
+from sage_inductor.ops.register import emulated, launched_by
 
 
-def _launch_smooth(run, _gpu, x, other, visible, keep=1) -> Pair:
-    return launch_smooth([x] if other is None else [x, other], visible, keep, run)
+@launched_by(lambda run, _gpu, x: launch_smooth([x], None, 1, run))
+def smooth(x: Tensor) -> list[Tensor]:
+    """The mean of x [B, H, N, D] over its rows and max |x - mean|, each [B, H, D] in fp32."""
+    return [*reference.smooth(x)]
 
 
-@launched_by(_launch_smooth)
-def smooth(x: Tensor, other: Tensor | None, visible: Tensor | None, keep: int = 1) -> Pair:
-    """`launch_smooth`: mean and max |x - mean| of one or two tensors, over the sequence."""
-    return reference.smooth([x] if other is None else [x, other], visible, keep)
-
-
-def _launch_k(run, _gpu, k, k_mean, recipe, visible) -> Pair:
-    return launch_k(k, k_mean, decode(recipe), visible, run)
-
-
-@launched_by(_launch_k)
-def quantize_k(k: Tensor, k_mean: Tensor, recipe: str, visible: Tensor | None) -> Pair:
-    """`launch_k`: codes and scales of k."""
-    return reference.quantize_k(k, k_mean, decode(recipe), visible)
-
-
-def _launch_v(run, _gpu, v, v_mean, v_amax, recipe, saturate) -> Pair:
-    return launch_v(v, v_mean, v_amax, decode(recipe), saturate, run)
-
-
-@launched_by(_launch_v)
-def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: str, saturate: bool) -> Pair:
-    """`launch_v`: codes and scales of v."""
-    return reference.quantize_v(v, v_mean, v_amax, decode(recipe), saturate)
-
-
-def _launch_kv(run, gpu, k, v, visible, recipe) -> list[Tensor]:
-    pdl = HAS_PDL and gpus.capability(gpu) == (9, 0)  # never run on later ones
-    return launch_kv(k, v, visible, decode(recipe), run, pdl).tensors()
-
-
-@launched_by(_launch_kv, lambda k, v, _, recipe: empty_kv(k, v, recipe).tensors())
-def quantize_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: str) -> list[Tensor]:
-    """`launch_kv`: all of the preparation in one pass, by estimated statistics. In a head where a
-    row of v is beyond the estimated amax, v is scaled by the amax of all its rows."""
+@launched_by(
+    lambda run, gpu, *given: launch(run, gpu, *given[:3], decode(given[3])).tensors(),
+    lambda k, v, _, recipe: empty_kv(k, v, recipe).tensors(),
+)
+def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: str) -> list[Tensor]:
+    """`launch`: Prepared.tensors()."""
     return reference.quantize_kv(k, v, visible, decode(recipe)).tensors()
 
 
-def _launch_nvfp4(run, _gpu, *given) -> tuple[Tensor, Tensor, Tensor]:
-    return launch_nvfp4(*given, run)
+def launch(
+    run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
+    recipe: Recipe,
+) -> Prepared:  # fmt: skip
+    """k [B, H, N, D] and, where the recipe quantizes it, v [B, H, N, D_v], any strides. Rows that
+    are not `visible` (uint8 [B or 1, H or 1, N]; None: all are) have no part in statistics and
+    scales, and saturate."""
+    quantizes_v, saturate = recipe.of_pv.dtype is not None, visible is not None
+    if recipe.sharing.one_pass:
+        return launch_kv(k, v if quantizes_v else None, visible, recipe, run, overlaps(gpu))
+    if recipe.of_pv.block_scaled:
+        (k_mean, k_amax), (v_mean, v_amax) = (launch_smooth([x], visible, 1, run) for x in (k, v))
+        k_codes, k_blocks, k_scale = launch_nvfp4(k, k_mean, k_amax, False, saturate, run)
+        v_codes, v_blocks, v_scale = launch_nvfp4(v, v_mean, v_amax, True, saturate, run)
+        return Prepared(k_codes, k_scale, k_mean, v_codes, v_scale, v_mean, k_blocks, v_blocks)
+    together = quantizes_v and v.shape[3] == k.shape[3]
+    k_mean, _, *of_v = launch_smooth([k, v] if together else [k], visible, 1, run)
+    of_k = *launch_k(k, k_mean, recipe, visible, run), k_mean
+    if not quantizes_v:
+        return Prepared(*of_k)
+    v_mean, v_amax = of_v or launch_smooth([v], visible, 0, run)
+    return Prepared(*of_k, *launch_v(v, v_mean, v_amax, recipe, saturate, run), v_mean)
 
 
-@launched_by(_launch_nvfp4)
-def quantize_nvfp4(
-    x: Tensor, mean: Tensor, amax: Tensor, along_n: bool, saturate: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`launch_nvfp4`: codes, scales of blocks and scales of k or (along_n) v."""
-    return reference.quantize_nvfp4(x, mean, amax, along_n, saturate)
-
-
-def estimate(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """k_mean, v_mean and v_amax as `quantize_kv` estimates them."""
-    if k.device.type == "cpu":
-        return reference.estimate(k)[0], *reference.estimate(v)
-    k_mean, _, v_mean, v_amax, _ = launch_estimate([k, v], None, run)
-    return k_mean, v_mean, v_amax
-
-
-def empty_kv(k: Tensor, v: Tensor | None, recipe: str) -> Prepared:
-    """Memory for what is made of k and, unless it is None, v."""
+def empty_kv(k: Tensor, v: Tensor, recipe: str) -> Prepared:
+    """Memory for what is made of k and v."""
     r, (B, H, _, D) = decode(recipe), k.shape
     k_mean = k.new_empty((B, H, D), dtype=torch.float32)
     if r.of_pv.block_scaled:
@@ -91,7 +68,30 @@ def empty_kv(k: Tensor, v: Tensor | None, recipe: str) -> Prepared:
         of_v = v_codes, v_scale, torch.empty_like(v_scale)
         return Prepared(k_codes, k_scale, k_mean, *of_v, k_blocks, v_blocks)
     of_k = *empty_k(k, r), k_mean
-    if v is None:
+    if r.of_pv.dtype is None:
         return Prepared(*of_k)
     codes, v_scale = empty_v(v, r.of_pv)
     return Prepared(*of_k, codes, v_scale, torch.empty_like(v_scale))
+
+
+# -- its parts, for k and v that come in pieces (gather.py) ----
+
+
+def estimate(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k_mean, v_mean and v_amax as `quantize_kv` estimates them in one pass."""
+    if emulated(k):
+        return reference.estimate(k)[0], *reference.estimate(v)
+    k_mean, _, v_mean, v_amax, _ = launch_estimate([k, v], None, run)
+    return k_mean, v_mean, v_amax
+
+
+def quantize_k(k: Tensor, k_mean: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """`launch_k`: codes and scales of k."""
+    of = k, k_mean, recipe, None
+    return reference.quantize_k(*of) if emulated(k) else launch_k(*of, run)
+
+
+def quantize_v(v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """`launch_v`: codes and scales of v."""
+    of = v, v_mean, v_amax, recipe, False
+    return reference.quantize_v(*of) if emulated(v) else launch_v(*of, run)

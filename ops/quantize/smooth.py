@@ -110,7 +110,7 @@ def _partial_kernel(
 def _final_kernel(
     Partial,  # [tensors, B*H, num_chunks, 3, D] in, fp32
     Count,  # [B*H, num_chunks] in, int32: rows that count; unread unless MASK
-    Mean, Amax,  # [tensors, B*H, D] out, fp32
+    Mean0, Amax0, Mean1, Amax1,  # [B*H, D] out, fp32, of one tensor and the other
     heads, N,
     MASK: tl.constexpr, KEEP: tl.constexpr,
     D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -145,15 +145,18 @@ def _final_kernel(
     amax = tl.maximum(top - mean, mean - bottom, tl.PropagateNan.ALL)
     if MASK:
         amax = tl.where(count > 0, amax * _OF_HIDDEN, 0.0)
-    tl.store(Mean + head * D + d, mean, mask=d < D)
-    tl.store(Amax + head * D + d, amax, mask=d < D)
+    mean_out, amax_out = Mean0, Amax0
+    if head >= heads:
+        mean_out, amax_out = Mean1, Amax1
+    tl.store(mean_out + head % heads * D + d, mean, mask=d < D)
+    tl.store(amax_out + head % heads * D + d, amax, mask=d < D)
 
 
 def launch_smooth(
     xs: list[Tensor], visible: Tensor | None, keep: int, run: Callable
-) -> tuple[Tensor, Tensor]:
-    """One or two x [B, H, N, D] of one shape, any strides -> mean, amax, each [len(xs), B, H, D] in
-    fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. With
+) -> list[Tensor]:
+    """One or two x [B, H, N, D] of one shape, any strides -> for each its mean and amax [B, H, D]
+    in fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. With
     `visible`, amax is OF_HIDDEN times theirs. The first `keep` keep a mean that is noise."""
     x0, x1, count = xs[0], xs[-1], len(xs)
     B, H, N, D = x0.shape
@@ -161,10 +164,9 @@ def launch_smooth(
     num_chunks = triton.cdiv(N, CHUNK)
     BLOCK_D = triton.next_power_of_2(D)
     partial = x0.new_empty(count * B * H * num_chunks * 3 * D, dtype=torch.float32)
-    mean = x0.new_empty((count, B, H, D), dtype=torch.float32)
-    amax = x0.new_empty((count, B, H, D), dtype=torch.float32)
-    rows, row_strides = visible_argument(visible, x0.shape, mean)
-    counts = mean  # not touched
+    out = [x0.new_empty((B, H, D), dtype=torch.float32) for _ in range(2 * count)]
+    rows, row_strides = visible_argument(visible, x0.shape, partial)
+    counts = partial  # not touched
     if visible is not None:
         counts = x0.new_empty((B * H, num_chunks), dtype=torch.int32)
     run(
@@ -180,12 +182,12 @@ def launch_smooth(
     run(
         _final_kernel,
         (count * B * H, triton.cdiv(D, CHANNELS)),
-        (partial, counts, mean, amax),
+        (partial, counts, *out[:2], *out[-2:]),
         (B * H, N,  # shape
          visible is not None, keep,  # semantics
          D, CHUNK, BLOCK_C, CHANNELS),  # tile
     )  # fmt: skip
-    return mean, amax
+    return out
 
 
 @triton.jit

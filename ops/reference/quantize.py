@@ -34,27 +34,24 @@ from sage_inductor.ops.formats import (
 from sage_inductor.ops.recipe import Recipe
 
 
-def smooth(xs: list[Tensor], visible: Tensor | None = None, keep: int = 1) -> tuple[Tensor, Tensor]:
-    """Each x [B, H, N, D] -> mean over N, and max |x - mean|, each [len(xs), B, H, D] in fp32, of
-    the rows that are `visible` [B or 1, H or 1, N] (none: 0). But for the first `keep` of xs, a
-    mean that is within 3 standard errors of 0, the deviation taken for a quarter of that max, is 0:
-    see NO_SHIFT."""
+def smooth(x: Tensor, visible: Tensor | None = None, keep: bool = True) -> tuple[Tensor, Tensor]:
+    """x [B, H, N, D] -> mean over N, and max |x - mean|, each [B, H, D] in fp32, of the rows that
+    are `visible` [B or 1, H or 1, N] (none: 0). Unless `keep`, a mean that is within 3 standard
+    errors of 0, the deviation taken for a quarter of that max, is 0: see NO_SHIFT."""
     if visible is None:
-        count = xs[0].shape[2]
-        mean = torch.stack([x.mean(2, dtype=torch.float32) for x in xs])
-        high = torch.stack([x.amax(2).float() for x in xs])
-        low = torch.stack([x.amin(2).float() for x in xs])
+        count = x.shape[2]
+        mean = x.mean(2, dtype=torch.float32)
+        high, low = x.amax(2).float(), x.amin(2).float()
     else:
-        shown = visible.bool()[..., None]
+        shown, x = visible.bool()[..., None], x.float()
         count = shown.sum(2)  # [B or 1, H or 1, 1]
-        xs = torch.stack([x.float() for x in xs])
-        mean = torch.where(shown, xs, 0.0).sum(3) / count.clamp(min=1)
-        high = torch.where(shown, xs, -math.inf).amax(3)
-        low = torch.where(shown, xs, math.inf).amin(3)
-    deviation = torch.maximum(high - mean, mean - low) * 0.25
-    noise = mean * mean * count <= deviation * deviation * NO_SHIFT
-    noise[:keep] = False
-    mean = torch.where(noise, 0.0, mean)
+        mean = torch.where(shown, x, 0.0).sum(2) / count.clamp(min=1)
+        high = torch.where(shown, x, -math.inf).amax(2)
+        low = torch.where(shown, x, math.inf).amin(2)
+    if not keep:
+        deviation = torch.maximum(high - mean, mean - low) * 0.25
+        noise = mean * mean * count <= deviation * deviation * NO_SHIFT
+        mean = torch.where(noise, 0.0, mean)
     amax = torch.maximum(high - mean, mean - low)
     return mean, amax if visible is None else torch.where(count > 0, amax * OF_HIDDEN, 0.0)
 
@@ -117,7 +114,7 @@ def estimate(
     x: Tensor, visible: Tensor | None = None, shrink: bool = True
 ) -> tuple[Tensor, Tensor]:
     """x [B, H, N, D] -> what stands for `smooth`'s mean and amax, of a sample of its rows, each
-    [B, H, D] in fp32. Of rows that are not `visible` [B or 1, H or 1, N] nothing is taken.
+    [B, H, D] in fp32. Rows that are not `visible` [B or 1, H or 1, N] have no part in it.
 
     The mean of the sample, if `shrink` shrunk towards 0 the less it exceeds its standard error, by
     positive-part James-Stein: where there is no common part to take off, the sample's noise would
@@ -156,14 +153,24 @@ def quantize_v_checked(
     return quantize_v(v, v_mean, amax, recipe, visible is not None)
 
 
-def quantize_kv(k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe) -> Prepared:
-    """k and, unless it is None, v by estimated statistics."""
-    k_mean = estimate(k, visible)[0]
+def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe) -> Prepared:
+    """k and, where the recipe quantizes it, v: by statistics of all rows or, in one pass, of a
+    sample."""
+    one_pass, saturate = recipe.sharing.one_pass, visible is not None
+    if recipe.of_pv.block_scaled:
+        (k_mean, k_amax), (v_mean, v_amax) = smooth(k, visible), smooth(v, visible)
+        k_codes, k_blocks, k_scale = quantize_nvfp4(k, k_mean, k_amax, False, saturate)
+        v_codes, v_blocks, v_scale = quantize_nvfp4(v, v_mean, v_amax, True, saturate)
+        return Prepared(k_codes, k_scale, k_mean, v_codes, v_scale, v_mean, k_blocks, v_blocks)
+    k_mean, _ = estimate(k, visible) if one_pass else smooth(k, visible)
     of_k = *quantize_k(k, k_mean, recipe, visible), k_mean
-    if v is None:
+    if recipe.of_pv.dtype is None:
         return Prepared(*of_k)
-    v_mean, v_amax = estimate(v, visible)
-    return Prepared(*of_k, *quantize_v_checked(v, v_mean, v_amax, recipe, visible), v_mean)
+    if one_pass:
+        v_mean, v_amax = estimate(v, visible)
+        return Prepared(*of_k, *quantize_v_checked(v, v_mean, v_amax, recipe, visible), v_mean)
+    v_mean, v_amax = smooth(v, visible, keep=False)
+    return Prepared(*of_k, *quantize_v(v, v_mean, v_amax, recipe, saturate), v_mean)
 
 
 def interleave(x: Tensor) -> Tensor:
@@ -191,7 +198,7 @@ def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor) -> Tensor:
     """x [.., D_pad] of 16 bits -> x R in fp32: ../quantize/rotate.py."""
-    # Of a transposed x a product is traced as a view that x of other lengths does not have.
+    # The product of a transposed x is traced as a view that x of other lengths does not have.
     x = x.double().clone(memory_format=torch.contiguous_format)
     return (x @ rotation(x.shape[-1], x.device)).float()
 

@@ -125,7 +125,7 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
     if kept.is_causal:
 
         def so_far(x: Tensor) -> Tensor:
-            """Of the keys that a query sees: [B, H_kv, N_pad] -> [B, H_q, M_pad]."""
+            """The largest x of the keys that a query sees: [B, H_kv, N_pad] -> [B, H_q, M_pad]."""
             return x.cummax(2).values.repeat_interleave(group, 1)
 
         beta = least(of_head(u * so_far(v_norm) + u * o_norm))

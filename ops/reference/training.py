@@ -25,7 +25,7 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Tensor, mean: Tensor | None = None, shared: int = BLOCK) -> Quantized:
-    """x [B, H, N, D] less mean [B, H, D]; so many rows share a scale."""
+    """x [B, H, N, D] less mean [B, H, D]; `shared` rows share a scale."""
     x = pad(x.float() if mean is None else x.float() - mean[:, :, None])
     blocks = x.unflatten(2, (-1, shared))
     codes, scale = _to_codes(blocks, (3, 4))

@@ -39,7 +39,7 @@ from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 
-# Of a program. With 64 rows and 4 warps dQ and dK take 1.4 times as long (H200, 2026-11-23).
+# A program's. With 64 rows and 4 warps dQ and dK take 1.4 times as long (H200, 2026-11-23).
 ROWS, NUM_WARPS = 128, 8
 _BLOCK = tl.constexpr(BLOCK)
 _LOG2E = tl.constexpr(LOG2E)
@@ -47,7 +47,7 @@ _MAX = tl.constexpr(127.0)
 
 
 def num_stages(device: torch.device | Gpu) -> int:
-    """Of loads: what fits the shared memory of a program, 99 KiB if not known to be more. Two are
+    """Stages of loads that fit a program's shared memory, 99 KiB if not known to be more. Two are
     up to 1.2x as slow as three (H200, 2026-11-23)."""
     roomy = device.type == "cuda" and capability(device) in ((8, 0), (9, 0), (10, 0))
     return 3 if roomy else 2
@@ -144,7 +144,7 @@ def _scores(a, b, scale, rows, keys, N_kv, IS_CAUSAL: tl.constexpr, MASKED: tl.c
 
 @triton.jit
 def _tiles_of_keys(row0, N_kv, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of the tiles of BLOCK keys, how many the BLOCK_M rows from row0 see whole, and how many at
+    """How many tiles of BLOCK keys the BLOCK_M rows from row0 see whole, and how many at
     all."""
     whole, end = N_kv // _BLOCK, tl.cdiv(N_kv, _BLOCK)
     if IS_CAUSAL:
@@ -191,7 +191,7 @@ def _forward_kernel(
             keys = (n + j * _BLOCK)[None, :]
             s = _scores(q, k, scale[:, None], rows[:, None], keys, N_kv, IS_CAUSAL, part == 1)
             t = tl.max(s, 1)
-            # Of a tile that a row does not see there is no maximum: s - t would be NaN.
+            # A tile that a row does not see has no maximum: s - t would be NaN.
             shift = tl.where(t == -float("inf"), 0.0, t)
             flat = flatness(shift)
             p = tl.exp2(s * flat[:, None] - (shift * flat)[:, None])
@@ -238,7 +238,7 @@ def _dq_kernel(
     q_scale = tl.load(Q_scale + (head * M_pad + rows) // _BLOCK)
     grad = Grad + b * stride_gb + h * stride_gh + rows.to(tl.int64)[:, None] * stride_gn
     grad = tl.load(grad + d.to(tl.int64)[None, :] * stride_gd, mask=inside, other=0.0)
-    # Of a row that is not there p is 0.
+    # A row that is not there has p = 0.
     lse = tl.load(Lse + head * N_q + rows, mask=rows < N_q, other=float("inf"))
     delta = tl.load(Delta + head * N_q + rows, mask=rows < N_q, other=0.0)
     k_ptrs = K + head_kv * N_pad * BLOCK_D + n[:, None] * BLOCK_D + d[None, :]
@@ -315,7 +315,7 @@ def _over_rows_kernel(
         q = tl.load(Q + (head * M_pad + rows)[:, None] * BLOCK_D + d[None, :])
         scale = (tl.load(Q_scale + block) * k_scale * (SCALE * _LOG2E))[:, None]
         s = _scores(k, q, scale, rows[None, :], keys[:, None], N_kv, IS_CAUSAL, True)
-        # Of a row that is not there p is 0.
+        # A row that is not there has p = 0.
         lse = tl.load(Lse + head * N_q + rows, mask=rows < N_q, other=float("inf"))
         x = tl.exp2(s - lse[None, :])
         if not OF_V:
@@ -346,7 +346,7 @@ def launch_quantize(
     (turned: transposed) and scales [B, H, N_pad / shared] fp32; and, where out is given, the sum
     over D of x out [B, H, N] (else the scales again). rotated: unless it is 0, x times this is
     rotated (quantize/rotate.py). shared: BLOCK or 1 row. own: codes and scales by one scale a row,
-    which are written besides."""
+    which are written too."""
     B, H, N, D = x.shape
     codes, scale = empty_codes(x, shared, turned)
     delta = scale if out is None else x.new_empty((B, H, N), dtype=torch.float32)

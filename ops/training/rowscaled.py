@@ -20,7 +20,7 @@ Kept for the backward are out and the codes: 5 bytes for each channel and token,
 
 Causal, of as many queries as keys: means and beta would be of later rows, too, and so would the
 scale of 64 rows of k to the rows among them. So no mean is taken off, k has codes by one scale a
-row besides, which kernels read near the diagonal, and dQ's bounds are of what a row sees
+row as well, which kernels read near the diagonal, and dQ's bounds are of what a row sees
 (hopper/backward_kernels.py). o, lse and dQ of a row depend on rows up to it alone, bit for bit, and
 dK and dV on no later row whose dO is 0.
 

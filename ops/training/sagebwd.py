@@ -55,7 +55,7 @@ def sagebwd(
     """
     check_trained("sagebwd", q, k, v, scale)
     if q.device.type == "cpu":
-        k_mean = quantize.smooth([k])[0][0]
+        k_mean = quantize.smooth(k)[0]
         of_q, of_v = reference.quantize(q), reference.quantize(v)
         of_k = reference.quantize(k, k_mean)
         shape = q.shape[2], k.shape[2], q.shape[3]
@@ -66,7 +66,7 @@ def sagebwd(
 
 def _launch(run: Callable, gpu, q, k, v, is_causal: bool, scale: float, out_bnhd: bool) -> Saved:
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
-    k_mean = launch_smooth([k], None, 1, run)[0][0]
+    k_mean = launch_smooth([k], None, 1, run)[0]
     of_q, of_k = launch_quantize(q, run=run)[:2], launch_quantize(k, k_mean, run=run)[:2]
     of_v = launch_quantize(v, turned=True, run=run)[:2]
     of_qkv = *of_q, *of_k, *of_v

@@ -172,7 +172,7 @@ class _Attention:
         yield from self._refused_these_masks()
         yield from self._refused_this_sink()
 
-    def _refused_these_dimensions(self) -> Iterator[Reason]:
+    def _refused_these_dimensions(self) -> Iterator[Reason]:  # noqa: C901  (one after another)
         roles = self.scores.roles(), self.output.roles()
         if None in roles or not set(roles[1][0]) <= set(self.output.left):
             yield reasons.NO_PRODUCT()

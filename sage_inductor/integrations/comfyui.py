@@ -113,7 +113,7 @@ def by_percent(**ranges: tuple[float, float]) -> Callable:
     return in_stage
 
 
-def _attend(
+def _attend(  # noqa: PLR0913  (ComfyUI's)
     q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None,
     attn_precision: torch.dtype | None = None, skip_reshape: bool = False,
     skip_output_reshape: bool = False, *, scale: float | None = None, enable_gqa: bool = False,

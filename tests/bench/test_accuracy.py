@@ -2,25 +2,21 @@
 and v, whole models under a recipe, and what is shipped. Models here are tiny, and next to untrained."""
 
 import dataclasses
-import json
 import math
 import sys
 
-import noted
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from bench import accuracy, capture, laboratory, measure, pages, peers, trained
+from bench import accuracy, capture, laboratory, measure, trained
 from bench.cases import Case
 from bench.laboratory import NAMED, SAGE2_4B, SAGE2_8B, Technique, attend
 from bench.measure import Provider
-from bench.tables import groups
 from bench.trained import Size
 from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.ops.reference.exact import attention_exact
-from sage_inductor.ops.sdpa import SdpaCall
 
 CPU = torch.device("cpu")
 TINY = {
@@ -287,81 +283,4 @@ def test_times_are_of_as_many_tokens_at_any_length(monkeypatch):
     assert found["sage2-8b"] == {"ms": 1, "speedup": 1, "captured": True}
 
 
-def test_every_recipes_kernels_compile_beforehand(monkeypatch):
-    """For a GPU that is not here: what prepares k and v, and attention."""
-    calls, started = [], []
-
-    def launch(q, k, v, recipe):
-        if recipe == NAMED["sage3"]:
-            raise ValueError("none here")
-        given = (None, [], None, None, False, 0.125, recipe.encode(), None, False, False)
-        calls.append(noted.attend(SdpaCall(q, k, v, *given)))
-
-    def compile_elsewhere(launches, capability):
-        started.extend(launches)
-        assert capability == (9, 0)
-        return []
-
-    monkeypatch.setattr(accuracy, "as_shipped", launch)
-    monkeypatch.setattr(accuracy, "compile_elsewhere", compile_elsewhere)
-    cases = [Case(1, 2, 2, 1024, D) for D in (64, 128)]
-    with noted.here((9, 0)):
-        accuracy.compile_kernels(cases, torch.device("meta"))
-    assert len(calls) == 2 * (len(NAMED) - 1) and len(started) >= 2 * len(calls)
-
-
-def test_peers_are_asked_where_they_are_installed(monkeypatch):
-    """On a GPU: those with all preparation, after cuDNN's attention and the recipes."""
-    built = {"FA3-fp8": ["FA3-fp8 kernel", "FA3-fp8 op"], "comfy-kitchen": ["comfy-kitchen op"]}
-    monkeypatch.setattr(peers, "absent", lambda kinds: {x: "" for x in kinds if x not in built})
-    monkeypatch.setattr(
-        peers, "build", lambda case, kind: [Provider(name, None) for name in built[kind]]
-    )
-    entries = accuracy.shipped(Case(1, 2, 2, 130, 64), torch.device("meta"))
-    names = [each.name for each in entries]
-    assert names == ["bf16 SDPA", *NAMED, "FA3-fp8 op", "comfy-kitchen op"]
-
-
 # -- the result ----
-
-
-@pytest.mark.sweep
-def test_results_are_kept_and_plotted(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(trained.SIZES, "small", TINY)
-    presets = {"SAGE2_8B": SAGE2_8B, "SAGE2_4B": SAGE2_4B}
-    monkeypatch.setattr(accuracy, "PRESETS", presets)
-    path = tmp_path / "bench" / "results" / "cpu" / "found.json"
-    page = tmp_path / "docs" / "accuracy.md"
-    args = "--families normal --tables recipes shipped end-to-end --models gpt dit --N 128 --D 64 --layers 2"
-    args += " --lengths 256 --head-dims 64"
-    assert accuracy.main([*args.split(), "--device", "cpu", "--json", str(path)]) == 0
-
-    result = json.loads(path.read_text())
-    assert list(result["models"]) == ["gpt", "dit"] and "40 steps" in result["models"]["gpt"]
-    plans = groups(result["rows"], "plan")
-    assert {name: len(rows) for name, rows in plans.items()} == {
-        "accuracy": 3 * 3,
-        "shipped": len(NAMED) + 2,
-        "end-to-end": 2 * 4,
-    }
-    for family, its in groups(plans["accuracy"], "family").items():
-        errors = [row["average"]["rel_l1"] for row in its]
-        assert errors == sorted(errors) and its[0]["layers"] == 2, family
-    assert {key for row in plans["end-to-end"] for key in row["figures"]} == {
-        "perplexity",
-        "psnr",
-        "frechet",
-    }
-    text = capsys.readouterr().out
-    assert "End to end: gpt" in text and "sage2-8b, normal, head_dim 64" in text
-
-    page.parent.mkdir()
-    (tmp_path / "README.md").write_text("no table here\n")
-    page.write_text("<!-- table:accuracy -->\n<!-- table:end -->\n")
-    pytest.importorskip("matplotlib")
-    assert pages.main(["--root", str(tmp_path)]) == 0
-    shown = page.read_text()
-    assert "### CPU, emulated" in shown and "| SAGE2_4B |" in shown and "dit: frechet" in shown
-    for name in ("accuracy.svg", "end-to-end.svg"):
-        drawn = (path.parent / name).read_text()
-        assert f"results/cpu/{name}" in shown and "<svg" in drawn

@@ -21,7 +21,6 @@ from bench import attention as bench
 from bench import (
     blocks,
     compile_time,
-    figures,
     fusion,
     harness,
     measure,
@@ -30,8 +29,7 @@ from bench import (
 )  # fmt: skip
 from bench import model as whole
 from bench.cases import MASKS, PLANS, Case
-from sage_inductor import config, report
-from sage_inductor.choose import families
+from sage_inductor import report
 from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import Problem, select
@@ -205,18 +203,6 @@ def test_shared_k_and_v_are_stacked_by_the_op_and_repeated_for_what_it_is_compar
     assert torch.equal(apart, op)
     assert measure.Exact(*each, is_causal=False).compare(op)["rel_l1"] < measure.WRONG
     assert ["share" in site.reason for site in report()] == [False, True]
-
-
-def test_an_activated_flash_attention_is_named(monkeypatch):
-    """As torch.nn.attention.activate_flash_attention_impl("FA3") does, where FA3 is installed."""
-    case, each = Case(1, 2, 2, 64, 64), ("cuDNN", "flash", "efficient")
-    monkeypatch.setattr(families, "current_flash_attention_impl", lambda: "FA3")
-    names = [provider.name for provider in providers.build(case, each, [])]
-    assert names == ["cuDNN", "flash (FA3)", "efficient"]
-    assert [providers.backend_of(name) for name in names] == list(providers.EAGER.values())
-    assert figures.line_style("flash (FA3)", []) == figures.line_style("flash", [])
-    monkeypatch.setattr(families, "current_flash_attention_impl", lambda: None)
-    assert [provider.name for provider in providers.build(case, each, [])] == list(each)
 
 
 def test_the_peak_is_of_one_call_beside_its_inputs(monkeypatch):
@@ -407,16 +393,6 @@ def test_rope_keeps_what_it_rotates_and_each_writing_is_one():
     torch.testing.assert_close(found, expected[..., order])
 
 
-@pytest.mark.parametrize(
-    "mask, kinds", [("", ["cuDNN", "flash"]), ("keys", ["cuDNN", "efficient"])]
-)
-def test_a_masks_rival_is_who_computes_it(mask, kinds, monkeypatch):
-    monkeypatch.setattr(whole, "Runner", lambda provider, sets: provider.name)
-    monkeypatch.setattr(whole, "interleave", lambda runners, *_: {n: [-len(n)] for n in runners})
-    found = whole.backends(Case(1, 2, 2, 64, 64, mask=mask), [], 1.0)
-    assert list(found) == sorted(kinds, key=len, reverse=True)
-
-
 def test_a_block_that_is_not_rewritten_gives_no_recipe_and_nan_is_not_near():
     m = tiny("wan14b_480p")
     cross = {"q": [1, 4, 192, 64], "k": [1, 4, 32, 64], "recipe": "sage1", "reason": ""}
@@ -486,49 +462,6 @@ def test_a_model_is_measured(timed, monkeypatch, op_by_op):
         row = whole.measure(tiny("vit_l_1024px"), "model", timed, CPU)
         assert "sage2-8b kernel is nan from its emulation" in row["error"] and "times" not in row
     assert json.dumps(row)
-
-
-def test_a_model_is_measured_by_the_blocks_that_a_policy_keeps(timed, monkeypatch, op_by_op):
-    columns = whole.PLANS["selected"][0]
-    for name in ("sage", "keep 1", "keep 0.3"):
-        emulated = {"sage.emulate": True, **columns[name].get("options", {})}
-        monkeypatch.setitem(columns, name, {"backend": "sage", "options": emulated})
-    for name in ("keep 0.5", "keep 0.2"):
-        monkeypatch.delitem(columns, name)
-    m = dataclasses.replace(whole.LONG["wan14b_32768"], H_q=2, H_kv=2, N=700, D=32, mlp=64, text=9)
-    with torch.no_grad():
-        row = whole.measure(m, "selected", timed, CPU)
-        assert row["error"] is None and row["plan"] == "selected"
-        assert list(row["times"]) == ["inductor", "sage", "keep 1", "keep 0.3"]
-        assert row["accuracy"]["keep 1"]["cos_sim"] > whole.NEAR
-        assert 0.5 < row["accuracy"]["keep 0.3"]["cos_sim"] < whole.NEAR
-        for name in ("keep 1", "keep 0.3"):
-            own, cross = row["sites"][name]
-            assert (own["recipe"], own["k"][2]) == ("sage2-8b-per-token", 700)
-            assert ("keep {" in own["reason"]) == (name in whole.LEAVING_OUT)
-            assert (cross["recipe"], cross["k"][2]) == ("sage2-8b", 9)  # that of auto
-        monkeypatch.setattr(whole, "compiled", lambda block, *_: block)
-        failed = whole.measure(m, "selected", timed, CPU)
-    assert "no column rewrites the self-attention: {'keep 1': []}" in failed["error"]
-
-
-@pytest.mark.parametrize("plan", whole.PLANS)
-def test_a_plan_of_whole_models_is_saved_as_it_goes(plan, tmp_path, monkeypatch, capsys):
-    path, seen = tmp_path / "found.json", []
-
-    def measured(model, plan, args, device):
-        rows = json.loads(path.read_text())["rows"] if seen else []
-        assert [row["model"] for row in rows] == seen
-        seen.append(model.name)
-        return {"plan": plan, "model": model.name, "shape": "", "sites": {}, "error": "x"}
-
-    monkeypatch.setattr(harness, "gpu", lambda args: args.device)
-    monkeypatch.setattr(whole, "measure", measured)
-    with torch.no_grad(), config.patch(rewrite_inductor=False):
-        assert whole.main(["--plan", plan, "--device", "cpu", "--json", str(path)]) == 1
-    assert seen == list(whole.PLANS[plan][1])
-    found = json.loads(path.read_text())
-    assert ("keep" in found["method"]) == (plan == "selected")
 
 
 def test_what_preparation_adds_is_measured(timed, monkeypatch, op_by_op):

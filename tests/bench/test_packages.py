@@ -2,12 +2,11 @@
 
 import functools
 import json
-import zipfile
 from types import SimpleNamespace
 
 import pytest
 import torch
-from instead import InThisProcess, op_by_op
+from instead import InThisProcess
 
 from bench import measure, packages
 
@@ -21,11 +20,9 @@ def no_grad():
         yield
 
 
-SWEPT = pytest.mark.sweep
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[SWEPT] * (i > 0)) for i, x in enumerate(packages.ROWS)]
+    "name",
+    [pytest.param(x, marks=[pytest.mark.sweep] * (i > 0)) for i, x in enumerate(packages.ROWS)],
 )
 def test_a_block_is_exported_for_any_number_of_tokens(name):
     row = packages.row_of(name, CPU)
@@ -59,43 +56,13 @@ def once(calls, rounds, target_ms, clock, least):
     return {name: [1.0, 2.0] for name in calls}
 
 
-@pytest.fixture
-def not_compiled(monkeypatch):
-    """A package that is not: its rewritten program, op by op, beside a library of 1000 bytes and
-    the weights."""
-    programs = {}
-
-    def package(program, *, package_path, inductor_configs, options):
-        assert inductor_configs == packages.CONFIGS
-        packages.sage_inductor.rewrite(program, options=options)
-        weights = b"".join(x.view(torch.int8).numpy().tobytes() for x in program.parameters())
-        with zipfile.ZipFile(package_path, "w") as archive:
-            archive.writestr("data/model.so", weights + bytes(1000))
-            archive.writestr("data/model.cpp", bytes(100))
-        programs[package_path] = program.module(check_guards=False)
-
-    monkeypatch.setattr(packages.sage_inductor, "aoti_compile_and_package", package)
-    monkeypatch.setattr(packages, "load", programs.get)
-    with op_by_op():
-        yield
-
-
-@pytest.fixture
-def compiled(request):
-    if not request.param:
-        request.getfixturevalue("not_compiled")
-    return request.param
-
-
 def test_a_package_is_loaded_so_that_a_cuda_graph_can_capture_it(monkeypatch):
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda *path, **how: (path, how))
     assert packages.load("x.pt2") == (("x.pt2",), {"run_single_threaded": True})
 
 
-@pytest.mark.parametrize(
-    "compiled", [pytest.param(x, marks=pytest.mark.sweep) for x in (False, True)], indirect=True
-)
-def test_a_package_is_built_and_measured(compiled, tmp_path, monkeypatch):
+@pytest.mark.sweep
+def test_a_package_is_built_and_measured(tmp_path, monkeypatch):
     """Llama's, at two lengths; with SDPA a model that is neither packaged nor compiled."""
     row, name = packages.row_of("llama3_8k", CPU), "llama3_8k"
     load, compile_, eager = packages.load, packages.compiled, packages.block_of(row, CPU)
@@ -113,7 +80,6 @@ def test_a_package_is_built_and_measured(compiled, tmp_path, monkeypatch):
     ours, weights = built["sage"], sum(x.nbytes for x in eager.parameters())
     assert [site["recipe"] for site in ours["sites"]] == ["sage2-8b"]
     assert ours["weights_bytes"] == weights and 0 < ours["code_bytes"] < ours["bytes"]
-    assert compiled or ours["code_bytes"] == 1000
     built["SDPA"] = {**ours, "sites": []}
     found = packages.measure(row, built, ["cuDNN"], str(tmp_path), ARGS, CPU)
     assert [(each["N"], each["error"]) for each in found] == [(192, None), (256, None)]

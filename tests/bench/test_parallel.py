@@ -150,16 +150,5 @@ def test_two_processes_run_the_ring_and_a_block_that_uses_it(pair, tmp_path):
     assert all(row["ms"] > 0 and 0.999 < row["similarity"] < 1.0001 for row in rows)
 
 
-def test_the_rings_are_compared():
-    rows = [
-        {"what": "block", "way": way, "gpus": gpus, "ms": ms, "similarity": 0.5}
-        for way, gpus, ms in (("cuDNN", 1, 30), ("cuDNN", 2, 20), ("sage", 1, 20), ("sage", 2, 10))
-    ]
-    assert ring.table(rows).splitlines()[2:] == [
-        "| block | 1 | 30.0 | 20.0 | 1.50x | 0.50000 |",
-        "| block | 2 | 20.0 (1.50x) | 10.0 (2.00x) | 2.00x | 0.50000 |",
-    ]
-
-
 if __name__ == "__main__":
     serve(globals())

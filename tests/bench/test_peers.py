@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import attention as bench
-from bench import figures, measure, peers, providers
+from bench import measure, peers, providers
 from bench.cases import PEERS, PLANS, Case
 
 CPU = torch.device("cpu")
@@ -308,49 +308,3 @@ def test_what_must_not_be_captured_is_launched(monkeypatch):
         measure.Provider("p", lambda x: x + 1, captures=False), [(torch.ones(2),)]
     )
     assert not runner.captured and runner.output().tolist() == [2, 2]
-
-
-def test_the_plot_of_peers_has_ratios_and_rings_what_is_ahead_of_ours(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    found = {"cuDNN": (50, 80), "FA4": (None, 20), "FA3-fp8 kernel": (99, 60), "FA3-fp8 op": (30, 30),
-             "torchao-fp8 hadamard op": (20, 40), "sage kernel": (70, 90), "sage op": (40, 85)}  # fmt: skip
-    rows = [
-        {"plan": "peers", "model": "flux" * (N == 4096), "B": 1, "H_q": 4, "H_kv": 2, "N": N, "D": D,
-         "is_causal": D == 64, "provider": name, "recipe": "sage" if name[:4] == "sage" else None,
-         "tflops": tflops and tflops + D, "ms": 4.0, "ms_min": 3.0, "ms_max": 5.0}
-        for D in (64, 128) for name, (short, long) in found.items()
-        for N, tflops in ((1024, short), (2048, long), (4096, 1000))
-    ] + [{"plan": "peers", "model": "", "B": 9, "H_q": 4, "H_kv": 2, "N": 9, "D": 96, "is_causal": False,
-          "provider": "sage op", "recipe": "sage", "tflops": 1, "ms": 4.0, "ms_min": 3.0, "ms_max": 5.0}]  # fmt: skip
-    drawn, keep = [], figures.keep
-    monkeypatch.setattr(
-        figures, "keep", lambda figure, *rest: drawn.append(figure) or keep(figure, *rest)
-    )
-    result = {
-        "rows": rows,
-        "date": "2026-11-22T00",
-        "machine": {"gpu": "X"},
-        "versions": {"FA3": "3"},
-    }
-    figures.draw_peers(result, tmp_path / "peers.svg")
-    titles = [axis.get_title() for axis in drawn[0].axes]
-    assert titles == ["B=1 H=4/2 D=64, causal", "B=1 H=4/2 D=128"]
-    for D, axis in zip((64, 128), drawn[0].axes, strict=True):
-        lines = {line.get_label(): list(zip(*line.get_data())) for line in axis.lines}
-        others = ["cuDNN", "FA4", "FA3-fp8", "torchao-fp8 hadamard"]
-        assert list(lines) == [*others, "sage", "ahead of ours"]
-        short, long = found["cuDNN"]
-        assert lines["ahead of ours"] == [(1024, 1)]
-        assert lines["cuDNN"] == [(1024, 1), (2048, 1)]
-        assert lines["FA4"] == [(2048, (20 + D) / (long + D))]
-        bands = [path.vertices for band in axis.collections for path in band.get_paths()]
-        assert len(bands) == len(lines) - 1
-        for line, band in zip(lines.values(), bands):  # from the slowest round to the fastest
-            ends = [
-                x for N, y in line for x in (N, pytest.approx(y * 0.8), N, pytest.approx(y * 4 / 3))
-            ]
-            assert sum(sorted({*map(tuple, band.tolist())}), ()) == tuple(ends)
-    (legend,) = drawn[0].legends
-    assert len(legend.texts) == 6
-    assert "X, FA3 3, 2026-11-22" in drawn[0].get_suptitle()
-    assert "<svg" in (tmp_path / "peers.svg").read_text()

@@ -4,9 +4,6 @@
 //   run      every call
 //   twice    the package opened twice, every call by the first and then by the second
 //   threads  every call five times by two threads, each on its stream; the last outputs of both
-//   time     prints the milliseconds of every call
-#include <algorithm>
-#include <chrono>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -70,21 +67,6 @@ void run_on_a_stream(Loader& loader, const Calls& calls, Calls& outputs, at::Dev
   }
 }
 
-double milliseconds(Loader& loader, const Tensors& call, at::Device device) {
-  const auto timed = [&](int n) {
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < n; ++i) loader.run(call);
-    if (device.is_cuda()) torch::cuda::synchronize(device.index());
-    const std::chrono::duration<double, std::milli> taken = std::chrono::steady_clock::now() - start;
-    return taken.count() / n;
-  };
-  timed(20);
-  std::vector<double> rounds;
-  for (int i = 0; i < 11; ++i) rounds.push_back(timed(20));
-  std::nth_element(rounds.begin(), rounds.begin() + 5, rounds.end());
-  return rounds[5];
-}
-
 int main(int, char** argv) try {
   const std::string mode = argv[1];
   const at::Device device(argv[4]);
@@ -101,11 +83,7 @@ int main(int, char** argv) try {
     other.join();
   } else {
     Loader loader = open(1);
-    if (mode == "time") {
-      for (const Tensors& call : calls) std::cout << milliseconds(loader, call, device) << std::endl;
-    } else {
-      run(loader, calls, outputs);
-    }
+    run(loader, calls, outputs);
     if (mode == "twice") {
       Loader second = open(1);
       run(second, calls, others);

@@ -110,14 +110,6 @@ def test_a_bad_variable_is_told_without_the_frames_of_how_it_was_read(monkeypatc
     assert told.value.__suppress_context__ and len(told.traceback) < 12
 
 
-@pytest.mark.parametrize("rules", ['[{"recipe": "off"},\n]', '[{"recipe": "off",}]'])
-def test_a_comma_too_many_in_a_policy_is_told(tmp_path, rules):
-    path = tmp_path / "policy.json"
-    path.write_text(f'{{"version": 1,\n"rules": {rules}}}')
-    with pytest.raises(ValueError, match=r"policy.json:[23]: not JSON: .*comma"):
-        config.patch(policy=path)
-
-
 def test_a_module_in_training_is_told_of_its_dropout_and_of_its_gradient():
     x = torch.randn(1, 2, 128, 16, requires_grad=True)
 

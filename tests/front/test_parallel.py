@@ -28,19 +28,13 @@ from torch.testing import assert_close
 
 import sage_inductor
 from sage_inductor import SageOptionError, gather_attention
-from sage_inductor.choose import tables, timing
-from sage_inductor.choose.candidates import Candidate
-from sage_inductor.choose.cost import Sizes
-from sage_inductor.choose.families import Family
-from sage_inductor.choose.timing import BenchmarkCase
+from sage_inductor.choose import timing
 from sage_inductor.ops import exchange, gather, notes, peers, sharding, transport
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.gather import Shards
-from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import OPAQUE
 from sage_inductor.ops.transport import Rates, Transfer
-from sage_inductor.patterns.call_shape import CallShape
 
 RECIPE = "sage2-8b-per-token"
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")
@@ -533,64 +527,6 @@ def test_what_a_model_of_diffusers_asks_for_is_passed_on(ranks, ring, ulysses, r
 
 
 # -- what ranks decide ----
-
-
-def decided(group, folder: str, sage: float) -> tuple:
-    """What a rank of a host of its own predicts by times of a GPU that is not there, and what the next
-    job on this host does. sage: ms of a recipe, where SDPA takes 1."""
-
-    def measure(device, family, recipes, sizes, *_):
-        work = {each: each.B * each.H_q * each.N_q * each.N_kv * 1e-9 for each in sizes}
-        return {each: {RECIPE: sage * ms, "CUDNN_ATTENTION": ms} for each, ms in work.items()}
-
-    gpu, family, sizes = "GPU", Family(48, 32, "full"), Sizes(1, 24, 24, 30000, 30000)
-    with (
-        mock.patch.dict(os.environ, SAGE_INDUCTOR_TABLES=folder),
-        mock.patch.object(tables, "gpu_name", lambda device: gpu),
-        mock.patch.object(Gpu, "of", lambda device: Gpu((9, 0), 132)),
-        mock.patch.object(timing, "measure_family", measure),
-    ):
-        error = timing.calibrate(torch.device("cuda", 0), family, RECIPE)
-        now = tables.predict(gpu, family, RECIPE, sizes)
-        tables._of_this_process.clear()
-        tables.forget()
-        later = tables.predict(gpu, family, RECIPE, sizes)
-    return error, now, later
-
-
-def test_ranks_decide_by_the_times_of_one_of_them(ranks, tmp_path):
-    """The other's say the opposite."""
-    hosts = [str(tmp_path / name) for name in "ab"]
-    (error, now, later), other = ranks(decided, *zip(hosts, (0.5, 2.0)))
-    assert error is None and now.wins in (True, False)
-    assert now == later and other == (error, now, later)
-
-
-def benchmarked(group, lengths: list[int], ms: tuple[float, float]) -> list:
-    """What a rank chooses of two candidates, which take `ms` on it, for calls of each length."""
-    names = Candidate("sage2-8b"), Candidate(RECIPE, 3)
-
-    def measure(case):
-        times = dict(zip(names, ms))
-        return {"FLASH_ATTENTION": 2.0, **times, "CUDNN_ATTENTION": f"rank {group.rank()}"}
-
-    def case(N):
-        shape = (1, 2, N, 32)
-        return BenchmarkCase(
-            CallShape(torch.device("cpu"), torch.bfloat16, shape, shape, shape), names
-        )
-
-    with mock.patch.object(timing, "measure", measure):
-        found = {N: timing.benchmark(case(N)) for N in lengths}
-    return [str(found[N]) for N in sorted(found)[:2]]
-
-
-def test_ranks_choose_by_the_times_of_one_of_them(ranks):
-    """In whichever order they ask, and although one asks for a graph that the other does not have."""
-    of_ranks = ([9, 8], (1.0, 2.0)), ([8, 9, 10], (2.0, 1.0))
-    found, other = ranks(benchmarked, *of_ranks)
-    assert found == other
-    assert "Candidate(recipe='sage2-8b-per-token', warpgroups=3)" in found[0]
 
 
 # -- DTensors ----
@@ -1374,11 +1310,11 @@ def test_every_block_is_quantized_once_of_all_its_rows():
     for lengths in itertools.product((1, 2, 63, 64, 65, 130), repeat=3):
         shards, rows = Shards(lengths), []
         for rank, n in enumerate(lengths):
-            first, lent = shards.offset(rank), shards.lent(rank)
-            own = [*range(first + lent, first + n)]
-            for lender in shards.lenders(rank):
-                at = shards.offset(lender)
-                own += range(at, at + shards.lent(lender))
+            first, leading = shards.offset(rank), shards.leading(rank)
+            own = [*range(first + leading, first + n)]
+            for other in shards.completing(rank):
+                at = shards.offset(other)
+                own += range(at, at + shards.leading(other))
             assert -(-len(own) // K_BLOCK) == shards.blocks(rank)
             assert not own or own[0] == shards.first_block(rank) * K_BLOCK
             rows += own

@@ -645,14 +645,6 @@ def test_an_invalid_file_is_refused_with_line_and_reason(case, tmp_path):
         Policy.load(path)
 
 
-def test_the_nearest_recipe_is_suggested(tmp_path):
-    path = written(tmp_path, {"recipe": "sage2-8b-per-toke"})
-    with pytest.raises(
-        ValueError, match="got 'sage2-8b-per-toke': did you mean 'sage2-8b-per-token'"
-    ):
-        Policy.load(path)
-
-
 def test_what_cannot_be_read_is_refused(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(ValueError, match=re.escape(f"{path}: cannot be read: ")):

@@ -518,16 +518,16 @@ def wan(transformer, steps: int, callback=None):
     ).frames  # fmt: skip
 
 
+@pytest.mark.models
 @torch.no_grad()
 def test_a_wan_pipeline_goes_from_stage_to_stage_without_compiling(
     device, contained, compilations, caplog, monkeypatch
 ):
     """Each call alone, for the same inputs: what 20 steps add up may cancel."""
-    from diffusers import WanTransformer3DModel
-
+    diffusers = pytest.importorskip("diffusers")
     # cuDNN chooses an algorithm by the memory that is free: TF32 of another one is as far off as INT8.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    transformer = WanTransformer3DModel(
+    transformer = diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4,
         out_channels=4, text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1,
     ).eval().to(device)  # fmt: skip

@@ -1,7 +1,9 @@
 """What type checkers make of a user's file: mypy, and pyright as basedpyright ships it (pyright's
 own package downloads node and itself when it runs)."""
 
+import collections
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,12 +11,14 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
 from sage_inductor import RECIPES, Options, RecipeOption, options
 from sage_inductor.names import AUTO, OFF, TRAINING, TrainingOption
 from sage_inductor.ops.recipe import TABLE
 
 ROOT = Path(__file__).parents[2]
+TYPE_ERRORS = Path(__file__).with_name("type_errors.json")
 
 # What each line must be: a type, by assert_type, or the error that its comment asks to be given.
 USERS = """\
@@ -113,14 +117,19 @@ def mypy(file: Path, site: Path) -> list[tuple[int, str]]:
 def pyright(file: Path, site: Path) -> list[tuple[int, str]]:
     pytest.importorskip("basedpyright")
     settings = {"typeCheckingMode": "standard", "extraPaths": [str(site)], "include": [file.name]}
-    (file.parent / "pyrightconfig.json").write_text(json.dumps(settings))
+    each = diagnostics(file.parent, settings)
+    return [(x["range"]["start"]["line"] + 1, x["message"]) for x in each]
+
+
+def diagnostics(folder: Path, settings: dict) -> list[dict]:
+    """What basedpyright says of the folder."""
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     found = subprocess.run(
         [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable],
-        capture_output=True, text=True, cwd=file.parent,
+        capture_output=True, text=True, cwd=folder,
     )  # fmt: skip
     assert found.stdout, found.stderr
-    each = json.loads(found.stdout)["generalDiagnostics"]
-    return [(x["range"]["start"]["line"] + 1, x["message"]) for x in each]
+    return json.loads(found.stdout)["generalDiagnostics"]
 
 
 def test_what_type_checkers_read_is_what_the_tables_say():
@@ -137,3 +146,24 @@ def test_what_type_checkers_read_is_what_the_tables_say():
 def test_a_users_file_has_the_types_that_it_says_and_errors_where_it_is_wrong(checker, user):
     found = checker(*user)
     assert sorted({line for line, _ in found}) == REFUSED, found
+
+
+def test_the_library_has_no_type_error_more_than_it_had(user):
+    """Errors of basedpyright in "basic", by file. A number may only be lowered: UPDATE=1 writes what
+    is found. What kernels say to Triton no checker knows."""
+    pytest.importorskip("basedpyright")
+    if f"torch=={torch.__version__.split('+')[0]}\n" not in (ROOT / "constraints.txt").read_text():
+        pytest.skip("the numbers are of the torch of constraints.txt")
+    site = user[1]
+    settings = {"typeCheckingMode": "basic", "include": ["sage_inductor"]}
+    counts = collections.Counter(
+        Path(x["file"]).relative_to(site.resolve() / "sage_inductor").as_posix()
+        for x in diagnostics(site, settings)
+        if x["severity"] == "error"
+    )
+    known = json.loads(TYPE_ERRORS.read_text())
+    if os.environ.get("UPDATE"):
+        TYPE_ERRORS.write_text(json.dumps(dict(sorted(counts.items())), indent=1) + "\n")
+    assert dict(counts) == known, (
+        f"more, or fewer (UPDATE=1 lowers them): {counts - collections.Counter(known)}"
+    )

@@ -695,8 +695,8 @@ def smoothed(x, visible, pdl=False):
 
 
 def of_v(x, visible, pdl):
-    mean, amax = smoothed(x, visible)
-    return values.launch_v(x, mean[0], amax[0], NAMED["sage2-8b"], visible is not None, run)
+    mean, amax, *_ = smoothed(x, visible)
+    return values.launch_v(x, mean, amax, NAMED["sage2-8b"], visible is not None, run)
 
 
 # The kernel, and what launches it, of k or v, the rows that count, and whether kernels overlap.

@@ -553,7 +553,7 @@ def test_training(heads, D, blocks_q, end_q, blocks_kv, end_kv, is_causal, scale
     q, k, v = support.qkv(*heads, N_q, N_kv, D, torch.float16)
     q = 2 * q
     grad = torch.randn_like(q)
-    k_mean = reference.smooth([k])[0][0]
+    k_mean = reference.smooth(k)[0]
     of = [of_training.quantize(*x) for x in ((q,), (k, k_mean), (v,))]
     q_codes, q_scale, _ = training.launch_quantize(q, run=run)
     k_codes, k_scale, _ = training.launch_quantize(k, k_mean, run=run)
@@ -660,8 +660,8 @@ def test_codes_by_each_kind_of_scales(D):
     """A scale a row, of rows less their mean; and both a scale a block and one a row at once, of
     rotated rows."""
     _, k, _, _ = trained(2, 2, 2, 70, 70, D)
-    mean = launch_smooth([k], None, 1, run)[0][0]
-    assert_close(mean, reference.smooth([k])[0][0])
+    mean = launch_smooth([k], None, 1, run)[0]
+    assert_close(mean, reference.smooth(k)[0])
     own, own_scale = by_row = empty_codes(k, shared=1)
     codes, scale, _ = launch_quantize(k, rotated=0.5, own=by_row, run=run)
     half = reference.rotate((0.5 * of_training.pad(k.float())).to(k.dtype))

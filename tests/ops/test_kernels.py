@@ -43,6 +43,7 @@ from sage_inductor.ops.formats import K_BLOCK, Prepared
 from sage_inductor.ops.quantize.keys import launch_k
 from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
+from sage_inductor.ops.quantize.op import launch
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth, launch_unsmooth
 from sage_inductor.ops.quantize.values import launch_v
 from sage_inductor.ops.recipe import NAMED, Recipe
@@ -99,21 +100,20 @@ OF_K = {
 def test_preparation(runner, case):
     k, v, visible = kv(runner, **case)
     for rows in [None] if visible is None else [visible, 0 * visible]:
-        of_both = zip(
-            launch_smooth([k, v], rows, 1, run), reference.smooth([k, v], rows), strict=True
-        )
-        for (x, y), atol in zip(of_both, (1e-5, 1e-4), strict=True):
+        expected = *reference.smooth(k, rows), *reference.smooth(v, rows, keep=False)
+        found = launch_smooth([k, v], rows, 1, run)
+        for x, y, atol in zip(found, expected, 2 * (1e-5, 1e-4), strict=True):
             assert_close(x, y, rtol=1e-5, atol=atol)  # fp32 sums in another order
-    mean, amax = launch_smooth([k, v], visible, 1, run)
+    k_mean, _, v_mean, v_amax = launch_smooth([k, v], visible, 1, run)
     for r in OF_K.values():
-        codes, scale = launch_k(k, mean[0], r, visible, run)
-        expected, expected_scale = reference.quantize_k(k, mean[0], r, visible)
+        codes, scale = launch_k(k, k_mean, r, visible, run)
+        expected, expected_scale = reference.quantize_k(k, k_mean, r, visible)
         assert_close(scale, expected_scale, rtol=ROTATED[r.rotated], atol=0)
         has_nan = r.rotated or not r.of_qk.is_integer
         where = shown(visible, codes, k.shape[2], padding=True) if has_nan else ...
         check_codes(runner, codes, expected, where, r.rotated)
     for saturate in {visible is not None, True}:
-        args = v, mean[1], amax[1], NAMED["sage2-8b"], saturate
+        args = v, v_mean, v_amax, NAMED["sage2-8b"], saturate
         (codes, scale), (expected, expected_scale) = (
             launch_v(*args, run),
             reference.quantize_v(*args),
@@ -131,7 +131,7 @@ def test_a_group_of_hidden_keys_alone_has_a_scale_of_its_own(runner, case):
     k[:, 1, K_BLOCK + 1] = math.inf
     visible = torch.ones(1, 1, k.shape[2], dtype=torch.uint8, device=k.device)
     visible[..., hidden] = 0
-    mean = reference.smooth([k], visible)[0][0]
+    mean = reference.smooth(k, visible)[0]
     for r in OF_K.values():
         _, scale = launch_k(k, mean, r, visible, run)
         _, expected = reference.quantize_k(k, mean, r, visible)
@@ -145,11 +145,11 @@ def test_a_mean_that_is_noise_is_kept_where_it_is_asked_for(runner, case):
     _, _, v = runner.qkv(*case["shape"], dtype=case["dtype"])
     noise = torch.randn(v.shape, device=v.device).to(v.dtype)
     for keep in (0, 1, 2):
-        mean, amax = launch_smooth([v, noise], None, keep, run)
-        mean_ref, amax_ref = reference.smooth([v, noise], keep=keep)
-        assert_close(mean, mean_ref, rtol=1e-5, atol=1e-5)
-        assert_close(amax, amax_ref, rtol=1e-5, atol=1e-4)
-        assert (mean[1] == 0).float().mean() > 0.9 or keep == 2 or v.shape[2] < 16
+        *found, mean, amax = launch_smooth([v, noise], None, keep, run)
+        expected = *reference.smooth(v, keep=keep > 0), *reference.smooth(noise, keep=keep > 1)
+        for x, y, atol in zip((*found, mean, amax), expected, 2 * (1e-5, 1e-4), strict=True):
+            assert_close(x, y, rtol=1e-5, atol=atol)
+        assert (mean == 0).float().mean() > 0.9 or keep == 2 or v.shape[2] < 16
 
 
 @of_steps
@@ -157,8 +157,8 @@ def test_preparation_in_nvfp4(runner, case):
     """Bit-equal: the interpreter has no part in rounding to E2M1 and E4M3."""
     k, v, visible = kv(runner, **case)
     v = v.nan_to_num(nan=math.inf, posinf=math.inf)  # of which the interpreter's maximum is NaN
-    mean, amax = reference.smooth([k, v], visible)
-    for x, m, a, along_n in ((k, mean[0], amax[0], False), (v, mean[1], amax[1], True)):
+    for x, along_n in ((k, False), (v, True)):
+        m, a = reference.smooth(x, visible, keep=not along_n)
         of_x = x, m, a, along_n, visible is not None
         beyond_amax = 2 * x, m, a, along_n, True
         # Of one row amax is 0: a code of what is beyond it has no meaning.
@@ -469,20 +469,7 @@ def test_what_kernels_prepared_of_hidden_keys_that_hold_no_number(recipe, mask):
 
 
 def prepared_by_kernels(k, v, visible, r) -> Prepared:
-    if r.pv == "nvfp4":
-        of_both = []
-        for x, along_n in ((k, False), (v, True)):
-            mean, amax = (y[0] for y in launch_smooth([x], visible, 1, run))
-            of_both.append((*launch_nvfp4(x, mean, amax, along_n, True, run), mean))
-        (k_codes, k_blocks, *of_k), (v_codes, v_blocks, *of_v) = of_both
-        found = Prepared(k_codes, *of_k, v_codes, *of_v, k_blocks, v_blocks)
-    elif r.sharing.one_pass:
-        found = launch_kv(k, v if r.pv == "fp8" else None, visible, r, run)
-    else:
-        k_mean = launch_smooth([k], visible, 1, run)[0][0]
-        v_mean, v_amax = (x[0] for x in launch_smooth([v], visible, 0, run))
-        of_v = (*launch_v(v, v_mean, v_amax, r, True, run), v_mean) if r.pv == "fp8" else ()
-        found = Prepared(*launch_k(k, k_mean, r, visible, run), k_mean, *of_v)
+    found = launch(run, k.device, k, v, visible, r)
     assert all(x.float().isfinite().all() for x in found.tensors())
     return found
 

@@ -300,9 +300,7 @@ def test_nothing_is_compiled_ahead_for_a_package_or_that_is_not_known(what, h200
             args[0] = torch.empty(2, 8, symbol, 64, dtype=torch.bfloat16, device="cuda")
     with virtualized.set_aot_compilation(what == "for a package"):
         trace(SdpaCall(*args))
-    names = {kernel.__name__ for kernel, *_ in h200}
-    assert not names.intersection(("_hopper_kernel", "_attention_kernel"))
-    assert bool(names) == (what == "unknown")  # k and v are known
+    assert not h200
 
 
 def training_calls(device, N=300, D=64) -> dict:
@@ -621,7 +619,7 @@ def test_what_travels_is_compiled_by_a_triton_that_was_seen(monkeypatch, version
 
 def test_no_op_of_kernels_fixes_a_batch_or_a_length():
     """A size that is a symbol stays one: a package of batch 2 gave 2 rows for a batch of 1."""
-    ops, recipe = torch.ops.sage, NAMED["sage2-8b"].encode()
+    ops = torch.ops.sage
     dynamic, static = DimDynamic.DYNAMIC, DimDynamic.STATIC
     context = StatelessSymbolicContext([dynamic, dynamic, static, static])
     mode, example = FakeTensorMode(shape_env=ShapeEnv()), torch.empty(2, 300, 8, 64, device="meta")
@@ -630,11 +628,9 @@ def test_no_op_of_kernels_fixes_a_batch_or_a_length():
         x = torch.empty(sizes, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
         B, H, N, D = x.shape
         mean, lse = (x.new_empty(s, dtype=torch.float32) for s in ((B, H, D), (B, H, N)))
-        codes = ops.quantize_k(x, mean, recipe, None)
-        codes += ops.quantize_v(x, mean, mean, recipe, False)
-        codes += (*ops.smooth(x, x, None), *ops.pool_blocks(x, None, 64))
-        codes += tuple(ops.quantize_kv(x, x, None, NAMED["sage2-8b-per-token"].encode()))
-        codes += ops.quantize_nvfp4(x, mean, mean, False, False)
+        codes = (*ops.smooth(x), *ops.pool_blocks(x, None, 64))
+        for name in ("sage2-8b", "sage2-8b-per-token", "sage3"):
+            codes += tuple(ops.quantize_kv(x, x, None, NAMED[name].encode()))
         scores = x.new_empty((B, H, N, N), dtype=torch.float32)
         codes += tuple(ops.largest(scores, scores.new_empty((B, H, N), dtype=torch.int32)))
         codes += tuple(ops.unsmoothed_lse(lse, x, mean, 0.1))

@@ -341,9 +341,9 @@ def test_what_is_estimated_costs_no_accuracy(family):
     exact, _ = exactly(q, k, v, False, 0.125)
     exact = exact.float()
     r = NAMED["sage2-8b-per-token"]
-    mean, amax = reference.smooth([k, v])
-    of_k, of_v = reference.quantize_k(k, mean[0], r), reference.quantize_v(v, mean[1], amax[1], r)
-    exactly_prepared = (*of_k, mean[0], *of_v, mean[1])
+    k_mean, (v_mean, v_amax) = reference.smooth(k)[0], reference.smooth(v, keep=False)
+    of_k, of_v = reference.quantize_k(k, k_mean, r), reference.quantize_v(v, v_mean, v_amax, r)
+    exactly_prepared = (*of_k, k_mean, *of_v, v_mean)
     centre = v.mean(2, keepdim=True)
     errors = []
     for prepared in (reference.quantize_kv(k, v, None, r), exactly_prepared):

@@ -107,26 +107,15 @@ sdpa_default_1 = sage.sdpa(add(l_q_, 1), l_k_, l_v_, None, [prepare_default[0], 
         )
 
     def test_recipes_open_into_their_pieces(self):
-        """Rows are prepared by one op: no smoothed k or v in 16 bits stands between what the model
-        makes and the kernels."""
+        """No smoothed k or v in 16 bits stands between what the model makes and the kernels: one op
+        prepares k and v and attends."""
         self.golden(
-            {name: opened(name) for name in ("sage2-8b", "sage2-8b-per-token", "sage1")},
+            {name: opened(name) for name in ("sage2-8b", "sage1")},
             expected="""\
 # sage2-8b
-smooth = sage.smooth(k_1, v_1, None)
-select = select(smooth[0], 0, 0)
-select_1 = select(smooth[0], 0, 1)
-quantize_k = sage.quantize_k(k_1, select, int8/per_thread,fp8@VERSION, None)
-quantize_v = sage.quantize_v(v_1, select_1, select(smooth[1], 0, 1), int8/per_thread,fp8@VERSION, False)
-attention = sage.attention(q_1, quantize_k[0], quantize_k[1], quantize_v[0], 0.125, 32, int8/per_thread,fp8@VERSION, True, None, None, None, None, False, quantize_v[1], select_1)
-# sage2-8b-per-token
-quantize_kv = sage.quantize_kv(k_1, v_1, None, int8/per_token,fp8@VERSION)
-attention = sage.attention(q_1, quantize_kv[0], quantize_kv[1], quantize_kv[3], 0.125, 32, int8/per_token,fp8@VERSION, True, None, None, None, None, False, quantize_kv[4], quantize_kv[5])
+attention = sage.attention(q_1, k_1, None, v_1, 0.125, 32, int8/per_thread,fp8@VERSION, True)
 # sage1
-smooth = sage.smooth(k_1, None, None)
-select = select(smooth[0], 0, 0)
-quantize_k = sage.quantize_k(k_1, select, int8/per_block,16bit@VERSION, None)
-attention = sage.attention(q_1, quantize_k[0], quantize_k[1], v_1, 0.125, 32, int8/per_block,16bit@VERSION, True)""",
+attention = sage.attention(q_1, k_1, None, v_1, 0.125, 32, int8/per_block,16bit@VERSION, True)""",
         )
 
 

@@ -995,17 +995,6 @@ def test_under_strict_a_softmax_between_two_products_that_is_not_read_is_an_erro
         strict(*random_qkv(dtype=torch.float32))
 
 
-def talking_heads(q, k, v):
-    return F.conv2d((q @ k.mT).softmax(-1), torch.eye(4)[..., None, None]) @ v
-
-
-def test_under_strict_heads_that_talk_are_an_error():
-    options = {"sage.emulate": True, "sage.strict": True}
-    strict = torch.compile(talking_heads, backend="sage", options=options)
-    with pytest.raises(SageRefused, match="could not be read: `conv2d` between the products"):
-        strict(*random_qkv(dtype=torch.float32))
-
-
 W = torch.randn(16, 16, dtype=torch.float64)
 TABLE = nn.Parameter(torch.randn(16, 8, dtype=torch.float64), requires_grad=False)
 

@@ -8,7 +8,7 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
   next q k^T, the others are in their softmax.
 * q is quantized where it is used, one scale a row: a thread of a wgmma accumulator holds whole
   rows, so its scale is as free as one per thread. k has one scale per 64 rows. Where training is
-  causal (OWN) it has codes by one scale a row besides, which cost a multiplication a score: those
+  causal (OWN) it has codes by one scale a row as well, which cost a multiplication a score: those
   are read from about a tile's first row on (_first_own), the others before it.
 * q of the next tile is loaded before o of this one is stored.
 * Scores are scaled in the exponential, by an fma. So in FP8 those of a row with a large maximum are
@@ -17,7 +17,7 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
 * With one warpgroup (short calls, windows) it is otherwise: several programs share an SM and hide
   each other's beginnings and ends. Each computes one tile, fetches k and v itself, and takes no
   turns.
-* Of doubled strides (launch.py) it is the offset that is halved: halved strides would be in
+* Strides arrive doubled (launch.py). The offset is halved instead: halved strides would be in
   registers through the loop, and 16-bit causal would spill 18 instead of 12.
 
 Only what its schedule is worth: bool masks, and those with FP8 p v, q in 16 bits (plan.py says
@@ -591,7 +591,7 @@ def _begin_tile(t, wg: gl.constexpr, ctx):
 
 @gluon.jit
 def _in_sight(row, row0, ctx):
-    """(not BOUNDED) Of the 64 rows from row0 on, in a tile that begins at row: how many blocks of
+    """(not BOUNDED) For the 64 rows from row0 on, in a tile that begins at row: how many blocks of
     keys all of them see whole, and how many some of them see."""
     seen = ctx.N_kv
     if ctx.WARPGROUPS == 3:  # a third of a tile may be beyond N_q; ptxas spills for it at D=256

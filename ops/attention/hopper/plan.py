@@ -32,8 +32,8 @@ from sage_inductor.ops.launch import doubled
 
 # By warpgroups: at launch, then of a consumer. One that is alone keeps its tile's maxnreg.
 REGISTERS = {2: (168, 240), 3: (128, 160)}
-# Of k in all heads: TMA counts them in 32 bits, and so does the kernel, of heads (at least 128 rows
-# of k each) times 256 channels.
+# Rows of k in all heads: TMA counts them in 32 bits. The kernel counts heads times 256 channels in
+# 32 bits, and a head has at least 128 rows of k.
 MAX_K_ROWS = 2**30
 # Bytes of k and v that concurrently running causal tiles may share in L2. Doubled if that gives
 # exactly two groups of heads, which the programs share evenly. Gain: 1.15x (3 heads, N=61,427),
@@ -237,7 +237,7 @@ def _heads_of_a_group(heads, of_one_kv, kv_bytes, most) -> int:
 
 
 def _mask(shape, strides, N_q, n_kv, tile) -> _Mask:
-    """Of attn_mask's shape and strides."""
+    """By attn_mask's shape and strides."""
     (B, H), a_row_each = shape[:2], shape[2] != 1
     row_tiles = triton.cdiv(N_q, 64) if a_row_each else 1
     rows = 64 if a_row_each else 1  # of each of them
@@ -286,7 +286,7 @@ def _lists(mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile) -> _Lists
 
 
 def _strides_of_heads(heads, of_one) -> tuple:
-    """Of a batch and a head, where so many elements are of one: 0 where there is one for all."""
+    """The strides of a batch and a head of `of_one` elements: 0 where there is one for all."""
     B, H = heads
     return 0 if B == 1 else H * of_one, 0 if H == 1 else of_one
 

@@ -1,6 +1,6 @@
 """Which blocks of keys a tile of queries reads, where it reads less than all.
 
-Of block j and the 64 rows of a warpgroup a code says what is in sight,
+A code for block j and the 64 rows of a warpgroup says what the rows see of it,
 
     0   nothing: the warpgroup passes its turn on
     1   a part: it computes with band and mask
@@ -66,7 +66,7 @@ def band_code(
 
 @triton.jit
 def entry_of(first, n, whole, stride_lm):
-    """The n-th entry of a list. Of n one beyond the last, any number."""
+    """The n-th entry of a list; any number if n is one beyond the last."""
     place = stride_lm - (BEFORE_ENTRIES + 1) - (n - whole)
     place = tl.where(n < whole, n, place)
     return tl.load(first + place)
@@ -127,7 +127,7 @@ def _how_often(
     Counts, Indices, row, width, start, blocks, here, CHUNK: tl.constexpr, READ: tl.constexpr
 ):  # fmt: skip
     """How often the row-th list of the caller's names each of CHUNK blocks from start. An index
-    beyond the keys names none. Of a count beyond the list's width, the width. here: there is such a
+    beyond the keys names none. A count beyond the list's width is the width. here: there is such a
     row."""
     count = tl.minimum(tl.load(Counts + row, here, 0), width)
     found = tl.zeros([CHUNK], tl.int32)

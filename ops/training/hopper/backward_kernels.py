@@ -1,6 +1,6 @@
 """The FP8 backward of attention for Hopper, in Gluon: two kernels, no atomics.
 
-Of one query head and its head of k and v, i a query, j a key, b(j) the key's block of 64, in units
+For one query head and its head of k and v, i a query, j a key, b(j) the key's block of 64, in units
 that make scores exponents of 2. q8 and k8 are codes of rotated rows, k's halved; q^ and k^ are the
 same codes turned back (prepare.py):
 
@@ -30,7 +30,7 @@ large, but not 2^8. beta >= max |dP_ij - delta_ij| / a_i of all rows of the grou
 before the loop (Cauchy-Schwarz), so no maximum is taken in it and nothing rescaled, and e4m3 of dS
 keeps its relative precision. A beta a row would cost the dK/dV kernel a multiplication a score.
 
-To the dK/dV kernel the query heads of a group are one head of so many more rows.
+To the dK/dV kernel the query heads of a group are one head with the rows of all.
 
 CAUSAL, of as many queries as keys: nothing of an earlier row may tell of later ones. So k and v are
 not less their means, and dQ has bounds of its own, by what a row sees:
@@ -66,8 +66,8 @@ So all is waited for at the end of a loop, and what crosses none is UNROLLed.
 tokens permuted in groups of 16 such that P and dS go from accumulator to operand within a thread:
 place 4t + 2h + e of a group holds token 8h + 2t + e.
 
-Padding, of rows to Q_pad and K_pad (multiples of 128) and of channels to BLOCK_D: codes are 0. Of
-queries qs and delta are 0 and m is NO_QUERY, so that P is 0. Of keys P is 2^-m_i 448, which is
+Padding, of rows to Q_pad and K_pad (multiples of 128) and of channels to BLOCK_D: codes are 0. For
+queries qs and delta are 0 and m is NO_QUERY, so that P is 0. For keys P is 2^-m_i 448, which is
 finite because k is less the mean of a sample of keys: m_i, their largest score's at least, is then
 not below 0 but for rounding. CAUSAL, no query sees them.
 
@@ -206,7 +206,7 @@ def _above():
 
 @gluon.jit
 def _below(ahead):
-    """[64, 64], rows so many ahead of the columns: the column is the row's or an earlier one."""
+    """[64, 64], rows that begin `ahead` of the columns: whether a column is not after its row."""
     rows = ahead + gl.arange(0, 64, layout=_ROW)
     return rows[:, None] >= gl.arange(0, 64, layout=_COLUMN)[None, :]
 

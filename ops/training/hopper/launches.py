@@ -26,8 +26,8 @@ from sage_inductor.ops.visibility import Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
 UNROLL, FLUSH_DK = 2, 32
-# Causal, so many tiles come last, the longest first and not head after head: two for each processor
-# of an H200. Else one processor would still have a long one when the others are done.
+# Causal, this number of tiles comes last, the longest first and not head after head: two for each
+# processor of an H200. Else one processor would still have a long one when the others are done.
 LAST_TILES = 2 * 132
 MAX_ROWS = 2**29  # of q, and of k, in all heads: TMA counts them in 32 bits
 

@@ -69,7 +69,7 @@ _OF_FP8 = tl.constexpr(127 / E4M3_MAX)
 _OF_HALF = tl.constexpr(OF_HALF)
 _TINY = tl.constexpr(TINY)
 _NO_QUERY = tl.constexpr(NO_QUERY)
-# Of each block of rows: the largest w a, w a qs, u and u n.
+# A block of rows has: the largest w a, w a qs, u and u n.
 MAXIMA = 4
 _WA, _WAQ, _U, _UN = map(tl.constexpr, range(MAXIMA))
 OF_HEAD = 3  # numbers of a head of k and v: these first two, the largest ks
@@ -79,7 +79,7 @@ _BETAS = tl.constexpr(128)  # that are loaded at once
 
 @triton.jit
 def _largest(x):
-    """Of numbers that are not negative, NaN above all."""
+    """The largest of numbers that are not negative, NaN above all."""
     return tl.max(abs_bits(x), 0).to(tl.float32, bitcast=True)
 
 
@@ -174,14 +174,15 @@ def _larger(a, b):
 
 @triton.jit
 def _largest_so_far(x, before):
-    """Of numbers that are not negative, NaN above all, [ROWS]; before: of those before them."""
+    """[ROWS], the largest number so far: none is negative, NaN is above all. before: the largest
+    before them."""
     bits = tl.maximum(tl.associative_scan(abs_bits(x), 0, _larger), abs_bits(before))
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _largest_part(Part, count, ROWS: tl.constexpr):
-    """Of numbers that are not negative, NaN above all."""
+    """The largest of numbers that are not negative, NaN above all."""
     bits = tl.zeros([ROWS], tl.int32)
     for first in range(0, count, ROWS):
         at = first + tl.arange(0, ROWS)
