@@ -3,9 +3,9 @@
     mean[b, h, d] = mean over n of x[b, h, n, d]
     amax[b, h, d] = max over n of |x[b, h, n, d] - mean[b, h, d]|
 
-v's mean within 3 standard errors of 0, the deviation taken for amax / 4, is noise and counts as 0:
-bf16 numbers less a tiny one are rounded to E4M3 to one side (v of N(0, 1), N = 64K: 5.2 % relative
-L1 of the output with it, 3.9 without). k's is taken off all the same: short sequences gain by it.
+v's mean counts as 0 if it is within 3 standard errors of 0 (the deviation taken for amax / 4): bf16
+numbers less a tiny one are rounded to E4M3 to one side (v of N(0, 1), N = 64K: 5.2 % relative L1 of
+the output with it, 3.9 without). k's mean is always subtracted: short sequences gain by it.
 
 Rows that a mask hides from every query do not count: padding may hold anything, NaN included.
 

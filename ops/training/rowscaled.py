@@ -15,8 +15,8 @@ Strong channels of k cost scores accuracy if q and k are not rotated, and dQ if 
 are of rotated codes, and dQ and dK of the same codes turned back, which no kept tensor is for
 (hopper/prepare.py).
 
-Kept for the backward are out and the codes: 5 bytes for each channel and token, causal 6, of which
-2 are out's, where 16-bit attention keeps 8.
+Saved for backward: the output (2 bytes) and codes of q, k and v (3 bytes; causal 4) per token and
+channel, where 16-bit attention saves 8.
 
 Causal, of as many queries as keys: means and beta would be of later rows, too, and so would the
 scale of 64 rows of k to the rows among them. So no mean is taken off, k has codes by one scale a

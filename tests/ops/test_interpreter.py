@@ -249,7 +249,7 @@ def _walk_kernel(
     """Grid: (tiles,). First, Count [tiles]; Codes [tiles, BLOCK_M / 64, BLOCKS]."""
     row = tl.program_id(0) * BLOCK_M
     ctx = WALK(False, LEFT, RIGHT, BOTTOM_RIGHT, BLOCK_M, 128, N_q, N_kv)
-    first, _, count = tile_lists.walk(First, row, ctx)
+    first, _, count = tile_lists.walk(0, 0, row, ctx)
     tl.store(First + tl.program_id(0), first)
     tl.store(Count + tl.program_id(0), count)
     for i in range(0, BLOCK_M // 64):

@@ -1,28 +1,42 @@
 """The attention kernel of ../triton.py for Hopper, in Gluon: the same recipe, scheduled by hand.
 
-One program an SM: a producer warp fetches k and v by TMA into a ring of shared memory; two or
-three warpgroups of 64 rows each compute. Programs are persistent: each takes every
-num_programs-th tile, and of those that do not go round, a share of the blocks.
+One program runs on each SM: a producer warp fetches k and v by TMA into a ring of shared memory
+(ring.py), and two or three warpgroups of 64 rows each compute. A program takes every
+num_programs-th tile. Tiles that do not go round are split between the programs.
 
-* The warpgroups take turns at the tensor cores (`order`): while one multiplies p v and then the
+* The warpgroups take turns at the tensor cores (`order`). While one multiplies p v and then the
   next q k^T, the others are in their softmax.
-* q is quantized where it is used, one scale a row: a thread of a wgmma accumulator holds whole
-  rows, so its scale is as free as one per thread. k has one scale per 64 rows. Where training is
-  causal (OWN) it has codes by one scale a row as well, which cost a multiplication a score: those
-  are read from about a tile's first row on (_first_own), the others before it.
+* q is quantized here, with one scale a row: a thread of a wgmma accumulator holds whole rows. k has
+  one scale per 64 rows. For causal training (OWN) k is quantized a second time, with one scale a
+  row. That costs a multiplication per score, so only blocks at the diagonal use it (_first_own).
 * q of the next tile is loaded before o of this one is stored.
-* Scores are scaled in the exponential, by an fma. So in FP8 those of a row with a large maximum are
-  made smaller before, by its `flatness` (../large_scores.py): 8 instructions of a thread's 500 a
-  block.
-* With one warpgroup (short calls, windows) it is otherwise: several programs share an SM and hide
-  each other's beginnings and ends. Each computes one tile, fetches k and v itself, and takes no
-  turns.
+* Scores are scaled in the exponential, by an fma. So in FP8 the scores of a row with a large
+  maximum are made smaller before, by its `flatness` (../large_scores.py): 8 instructions of a
+  thread's 500 a block.
+* One warpgroup (ALONE: short calls, windows) is a program that computes one tile and fetches k and
+  v itself. Several share an SM and hide each other's beginnings and ends, so there are no turns.
 * Strides arrive doubled (launch.py). The offset is halved instead: halved strides would be in
   registers through the loop, and 16-bit causal would spill 18 instead of 12.
 
-Only what its schedule is worth: bool masks, and those with FP8 p v, q in 16 bits (plan.py says
-exactly); the rest is triton.py's, as is every call where Gluon, which is experimental, is another
-than GLUON's in compat.py.
+Flags, and what each needs:
+
+    LEFT, RIGHT, BOTTOM_RIGHT    the band; -1, -1, False: none
+    CAUSAL     RIGHT is 0        SDPA's is_causal, unless BOUNDED
+    BOUNDED    LISTED, or a band other than is_causal's: blocks have codes (tile_lists.py)
+    LISTED     a tile reads the blocks of its list    2 or 3 warpgroups, or MASK
+    MASK       scores are hidden by bits              LISTED, FP8
+    SPLIT      some tiles are split                   no band, not LISTED, 2 or 3 warpgroups
+    FP8        p and v are in FP8, else in 16 bits    without it BLOCK_DV <= 128
+    OWN        k has a scale a row at the diagonal    CAUSAL, not BOUNDED
+    ROTATED, KEEPS_MAX                                anything
+
+    part     what the rows of a warpgroup see of its blocks       variants
+    FULL     all                                                  all but a band without lists
+    EDGE     some: the diagonal, the last keys                    not BOUNDED
+    CODED    what a block's code says                             BOUNDED
+
+Calls for which this schedule is not worth it (plan.why_not) use triton.py. So do all calls if the
+installed Triton is none of compat.GLUON, because Gluon is experimental.
 """
 
 # ruff: noqa: F841  (what `context` reads)
@@ -42,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sage_inductor.ops.attention.hopper.ring import context, make_ring
-from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, walk
+from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, lists_of, walk
 from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
@@ -58,7 +72,7 @@ _ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
 _LEAST = gl.constexpr(2.0**-46)  # of a scale: what it makes of codes is 0 beside 1
 
 
-# A tile: its first row; if BOUNDED, what `walk` says of the blocks that it reads.
+# A tile's batch, heads and first row; if BOUNDED, what `walk` says of the blocks that it reads.
 Tile = collections.namedtuple("Tile", "b h h_kv row first_block whole")
 # A warpgroup's turn at the tensor cores: its barrier and phase, the next warpgroup's barrier, and
 # that of the place in the ring which is free then, if any is.
@@ -103,12 +117,6 @@ def _pin(l):
 
 
 @triton.jit
-def _lists_of(b, h, ctx):
-    """A head's List (tile_lists.py)."""
-    return ctx.List + b.to(tl.int64) * ctx.stride_lb + h.to(tl.int64) * ctx.stride_lh
-
-
-@triton.jit
 def _head_and_tile(t, num_m, heads, group):
     """Tile t -> its head, and which of the head's tiles by length it is. Heads of a group are
     scheduled together, because their k and v share L2: in one group from short tiles to long ones,
@@ -137,8 +145,8 @@ def _num_blocks(row_end, N_kv, ctx):
 
 @gluon.jit
 def _first_own(row, BLOCK_N: gl.constexpr):
-    """(OWN) The block of keys from which on a tile that begins at row reads K_own: the same keys by
-    blocks of 128 and of 64."""
+    """(OWN) The first block of keys that a tile reads from K_own. row: the tile's first. It is the
+    same key for blocks of 128 and of 64."""
     return row // 128 * (128 // BLOCK_N)
 
 
@@ -578,7 +586,7 @@ def _place_of(t, ctx):
     h = head - b * ctx.H_q
     h_kv = h // (ctx.H_q // ctx.H_kv)
     if ctx.LISTED:
-        m = gl.load(_lists_of(b, h, ctx) + m.to(gl.int64) * ctx.stride_lm + 2)
+        m = gl.load(lists_of(b, h, ctx) + m.to(gl.int64) * ctx.stride_lm + 2)
     row = m * ctx.BLOCK_M
     return b, h, h_kv, row
 
@@ -591,7 +599,7 @@ def _begin_tile(t, wg: gl.constexpr, ctx):
     q = _load_q(b, h, row + wg * 64, ctx)
     walked = (0, 0, 0)
     if ctx.BOUNDED:
-        walked = walk(_lists_of(b, h, ctx), row, ctx)
+        walked = walk(b, h, row, ctx)
     return b, h, h_kv, row, q, walked
 
 
@@ -741,7 +749,7 @@ def _producer(ctx):
         b, h, h_kv, row = _place_of(t, ctx)
         first_block, whole = 0, 0
         if ctx.BOUNDED:
-            first_block, whole, end = walk(_lists_of(b, h, ctx), row, ctx)
+            first_block, whole, end = walk(b, h, row, ctx)
             begin = 0
         elif not ctx.SPLIT:
             end = _num_blocks(row + ctx.BLOCK_M, ctx.N_kv, ctx)

@@ -7,17 +7,17 @@ A code for block j and the 64 rows of a warpgroup says what the rows see of it,
     2   a part, whatever the band says: it computes with the mask, up to the last key
     3   all
 
-Producer and warpgroups walk the same blocks: by a band alone those from the first to the last in
-sight of any row of the tile. By a mask, or by lists of blocks of the caller's, those of a list of
-the tile's own, which kernels make before: of all that its warpgroups see. They also pack the mask
-into bits (a thread of a wgmma accumulator reads a word for 8 of its scores), and tell which tiles
-have the longest lists, so that each program gets about as much as the others.
+Producer and warpgroups walk the same blocks. With a band alone these are the blocks from the first
+to the last that any row of the tile sees. With a mask, or with the caller's lists of blocks, each
+tile has a list of the blocks that its warpgroups see, which kernels here make before. They also
+pack the mask into bits (a thread of a wgmma accumulator reads a word for 8 of its scores), and rank
+the tiles by the lengths of their lists, so that programs get equal work.
 
     List[head, m] = whole, count, tile, 64 j + 4^wg codes of each of count blocks j
 
-The first `whole` blocks are those of which all warpgroups see all. They begin the row, the others
-end it, the first of them last. tile: the one whose list is the m-th shortest of the head's, which
-is no matter of this row's.
+The first `whole` blocks are those of which all warpgroups see all. They are at the row's beginning,
+the others at its end, in reverse order. tile: the index of the tile with the m-th shortest list in
+this head; unrelated to the tile of this row.
 """
 
 import triton
@@ -29,12 +29,18 @@ BEFORE_ENTRIES = tl.constexpr(3)  # numbers of a row of List
 
 
 @triton.jit
-def walk(lists, row, ctx):
+def lists_of(b, h, ctx):
+    """A head's List."""
+    return ctx.List + b.to(tl.int64) * ctx.stride_lb + h.to(tl.int64) * ctx.stride_lh
+
+
+@triton.jit
+def walk(b, h, row, ctx):
     """The first block that the tile of BLOCK_M rows from `row` reads, as `block_of` takes it
     (LISTED: where the head's lists have it), how many it reads whole (LISTED; else 0) and how many
     in all."""
     if ctx.LISTED:
-        here = lists + (row // ctx.BLOCK_M).to(tl.int64) * ctx.stride_lm
+        here = lists_of(b, h, ctx) + (row // ctx.BLOCK_M).to(tl.int64) * ctx.stride_lm
         return here + BEFORE_ENTRIES, tl.load(here), tl.load(here + 1)
     else:
         begin, end, _, _, _ = tiles_in_sight(

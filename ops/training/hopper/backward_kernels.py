@@ -32,8 +32,8 @@ keeps its relative precision. A beta a row would cost the dK/dV kernel a multipl
 
 To the dK/dV kernel the query heads of a group are one head with the rows of all.
 
-CAUSAL, of as many queries as keys: nothing of an earlier row may tell of later ones. So k and v are
-not less their means, and dQ has bounds of its own, by what a row sees:
+CAUSAL (N_q = N_kv): earlier rows must not depend on later ones. So no mean over the sequence is
+subtracted from k and v, and dQ has a bound for each row, by what the row sees:
 
     dS_ij = ks_j P_ij (D_ij vs_j - delta_i)        P_ij = 2^(x_ij - m_i) 448 / beta_i, vs_j and
                                                    delta_i here without beta
@@ -41,26 +41,25 @@ not less their means, and dQ has bounds of its own, by what a row sees:
 
     beta_i >= max ks_j |dP_ij - delta_ij| / a_i over j <= i
 
-A scale of 64 keys tells queries that see all of them nothing of later rows, and goes into vs and
-delta. Near the diagonal k8 and ks are others (k_own), by a scale a row, and cost a multiplication a
-score: in dQ's kernel and the forward from key 128 floor(first row of the tile / 128) on, in dK's
-and dV's where i and j are of the same 128 rows. (So the forward uses k_own in slightly more blocks
-than the dK/dV kernel. In those, one of a key's N / 64 blocks of queries, P comes from codes other
-than those of lse and m.)
-What a head has one of, beta, c^q and c^o, is then of rows whose dO is not 0, and of the v that they
-see: dK_j and dV_j tell of no row without a gradient.
+A query that sees all 64 keys of a scale learns nothing of later rows from it: that scale goes into
+vs and delta. Near the diagonal the kernels read k_own, with a scale a row, which costs a
+multiplication per score. dQ's kernel and the forward read it from key 128 floor(first row of the
+tile / 128) on, dK's and dV's kernel where i and j are in the same 128 rows. (So the forward uses
+k_own in slightly more blocks than the dK/dV kernel. In those, one of a key's N / 64 blocks of
+queries, P comes from codes other than those of lse and m.)
+beta, c^q and c^o, one a head, then count only rows whose dO is not 0 and the v that these rows see:
+dK_j and dV_j depend on no row without a gradient.
 
 The tensor cores accumulate FP8 products in 13 bits of mantissa: every FLUSH blocks the sums are
 added to FP32 totals in shared memory, where a thread finds its own again without a bank conflict
 (dK's, for which there is no room, every FLUSH_DK blocks to totals in global memory).
 
-What of the next block is started before this one is done (S; in the dK/dV kernel S and D) is
-bounded by ptxas 12.8, which serializes all wgmma of a kernel, with a warning that Triton does not
-show (C7512, C7514; ptxas -v on the PTX does),
-* where a product whose left operand is in registers is in flight over the end of a loop,
-* where an accumulator is read while a later product, started before the loop's end, is in flight,
-* where what is in flight leaves too few registers (3 warpgroups: 160).
-So all is waited for at the end of a loop, and what crosses none is UNROLLed.
+Only S of the next block (in the dK/dV kernel S and D) is started before this one is done. With more
+ptxas 12.8 serializes every wgmma of a kernel (C7512, C7514; only ptxas -v says so). It does so
+* if a product whose left operand is in registers is in flight over the end of a loop,
+* if an accumulator is read while a later product, started before the loop's end, is in flight,
+* if what is in flight leaves too few registers (3 warpgroups: 160).
+So a loop ends with a wait for all products, and products that overlap are in one UNROLLed body.
 
 8-bit wgmma takes both operands K-major, so k, q and dO come transposed as well (kT, qT, oT), their
 tokens permuted in groups of 16 such that P and dS go from accumulator to operand within a thread:

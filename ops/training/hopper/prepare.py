@@ -247,7 +247,7 @@ def _bounds_kernel(
         v, k, vk = _largest_products(part_v, k_scales, turn * (ROWS // _BLOCK), ROWS)
         norm = tl.load(V_norm + head_kv * N_pad + rows, mask=there, other=0.0)
         k_scale = tl.load(K_own_scale + head_kv * N_pad + rows, mask=there, other=0.0)
-        # The last row of a block has seen all of it, and so what the block's scale makes of it.
+        # A block's last row has seen the whole block, so its bound uses the block's scale.
         last = there & (rows % _BLOCK == _BLOCK - 1)
         of_block = tl.load(part_v + block, mask=last, other=0.0)
         of_block *= tl.load(k_scales + block, mask=last, other=0.0)
