@@ -105,15 +105,15 @@ class Unknown(NamedTuple):
 
 def describe(kernel: triton.JITFunction, arguments: Sequence, options: dict) -> Compilation:
     """arguments: tensors (of any kind that has a dtype), all aligned; host descriptors; numbers;
-    `Unknown`. A number that is known is compiled for as the JIT does: 1 is compiled in. One that is
-    not has 32 bits, but strides as many as they may need. Raises TypeError for a constexpr that is
-    not known."""
+    `Unknown`; None. A number that is known is compiled for as the JIT does: 1 is compiled in. One
+    that is not has 32 bits, but strides as many as they may need. Raises TypeError for a constexpr
+    that is not known."""
     types, constants, aligned = [], [], []
     for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
         unknown = isinstance(x, Unknown)
         if parameter.is_constexpr and unknown:
             raise TypeError(f"{kernel.__name__}: {parameter.name} must be known to compile it")
-        if parameter.is_constexpr or type(x) is int and x == 1:
+        if parameter.is_constexpr or x is None or type(x) is int and x == 1:
             types.append("constexpr")
             constants.append((i, x))
         elif unknown:

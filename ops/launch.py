@@ -1,5 +1,6 @@
 """The way to launch a Triton kernel: ``run(kernel, grid, tensors, numbers, **options)`` is
-``kernel[grid](*tensors, *numbers, **options)`` without Triton's look-up of what is compiled.
+``kernel[grid](*tensors, *numbers, **options)`` without Triton's look-up of what is compiled. What a
+variant of a kernel does not read is None among its tensors.
 
 Inside `noted` it launches nothing and writes down what it would; tensors may be on meta. compile.py
 compiles that in other processes, and `run` waits for it.
@@ -65,8 +66,11 @@ def run(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple,
         _noting.launches.append(Launch(kernel, grid, arguments, options | FP_FUSION))
         return
     addresses, dtypes = 0, []
-    for x in tensors:
-        x = x if isinstance(x, Tensor) else x.base  # of a descriptor
+    for given in tensors:
+        if given is None:  # compiled in
+            dtypes.append(None)
+            continue
+        x = given if isinstance(given, Tensor) else given.base  # of a descriptor
         addresses |= x.data_ptr()
         dtypes.append(x.dtype)
     device, found = x.device.index, None

@@ -138,80 +138,72 @@ def check(call: SdpaCall) -> None:
     """Raise unless `sdpa` is defined for these arguments."""
     q, k, v, attn_mask, prepared, left, right, _, scale, recipe, *_ = call
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _require(x.dim() == 4, f"{name} must be [B, H, N, D], got {x.dim()} dimensions")
-        _require(x.dtype == q.dtype, f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-        _require(x.device == q.device, f"{name} must be on q's device {q.device}, got {x.device}")
+        x.dim() == 4 or _refuse(f"{name} must be [B, H, N, D], got {x.dim()} dimensions")
+        x.dtype == q.dtype or _refuse(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        x.device == q.device or _refuse(f"{name} must be on q's device {q.device}, got {x.device}")
         N = x.shape[2]
-        _require(1 <= N <= MAX_ROWS, f"{name} must have 1 to {MAX_ROWS} rows, got N={N}")
+        1 <= N <= MAX_ROWS or _refuse(f"{name} must have 1 to {MAX_ROWS} rows, got N={N}")
         D = x.shape[3]
-        _require(1 <= D <= HEAD_DIMS[-1], f"head_dim must be 1..{HEAD_DIMS[-1]}, got {D}")
+        1 <= D <= HEAD_DIMS[-1] or _refuse(f"head_dim must be 1..{HEAD_DIMS[-1]}, got {D}")
     valid = (torch.float16, torch.bfloat16, torch.float32)
     if q.dtype not in valid:
         raise TypeError(f"sage::sdpa: dtype must be one of {valid}, got {q.dtype}")
-    _require(
-        k.shape[:3] == v.shape[:3],
-        f"k and v must have one batch, heads and length, got {_shape(k)} and {_shape(v)}",
+    k.shape[:3] == v.shape[:3] or _refuse(
+        f"k and v must have one batch, heads and length, got {_shape(k)} and {_shape(v)}"
     )
-    _require(
-        k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3],
-        f"k must have q's batch and head_dim, got q {_shape(q)} and k {_shape(k)}",
+    (k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]) or _refuse(
+        f"k must have q's batch and head_dim, got q {_shape(q)} and k {_shape(k)}"
     )
-    _require(
-        q.shape[1] % k.shape[1] == 0,
-        f"the heads of q must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}",
+    q.shape[1] % k.shape[1] == 0 or _refuse(
+        f"the heads of q must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}"
     )
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool and attn_mask.dtype not in valid:
             raise TypeError(f"sage::sdpa: attn_mask must be bool or {valid}, got {attn_mask.dtype}")
-        _require(
-            attn_mask.device == q.device,
-            f"attn_mask must be on q's device {q.device}, got {attn_mask.device}",
+        attn_mask.device == q.device or _refuse(
+            f"attn_mask must be on q's device {q.device}, got {attn_mask.device}"
         )
         full = (*q.shape[:3], k.shape[2])
         shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
-        _require(
+        (
             2 <= attn_mask.dim() <= 4
-            and all(m == 1 or m == n for m, n in zip(shape, full, strict=False)),
-            f"attn_mask must broadcast to {list(full)}, got {_shape(attn_mask)}",
-        )
+            and all(m == 1 or m == n for m, n in zip(shape, full, strict=False))
+        ) or _refuse(f"attn_mask must broadcast to {list(full)}, got {_shape(attn_mask)}")
     for name, bound in (("left", left), ("right", right)):
-        _require(bound is None or bound >= 0, f"{name} must be None or at least 0, got {bound}")
+        (bound is None or bound >= 0) or _refuse(f"{name} must be None or at least 0, got {bound}")
     valid = (None, *WARPGROUPS)
-    _require(call.warpgroups in valid, f"warpgroups must be one of {valid}, got {call.warpgroups}")
-    _require(math.isfinite(scale), f"scale must be finite, got {scale}")
+    call.warpgroups in valid or _refuse(f"warpgroups must be one of {valid}, got {call.warpgroups}")
+    math.isfinite(scale) or _refuse(f"scale must be finite, got {scale}")
     if call.blocks.size is not None:
         _check_blocks(call.blocks, q)
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)
-        _require(len(prepared) == n, f"prepared must be empty or {n} tensors, got {len(prepared)}")
+        len(prepared) == n or _refuse(f"prepared must be empty or {n} tensors, got {len(prepared)}")
 
 
 def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
     valid = all(size in BLOCK_SIZES for size in blocks.size)
-    _require(valid, f"block_q and block_kv must be of {BLOCK_SIZES}, got {blocks.size}")
+    valid or _refuse(f"block_q and block_kv must be of {BLOCK_SIZES}, got {blocks.size}")
     for count, index in blocks.lists:
         if not count.dtype == index.dtype == torch.int32:
             got = f"{count.dtype} and {index.dtype}"
             raise TypeError(f"sage::sdpa: block lists must be int32, got {got}")
-        _require(
-            count.device == index.device == q.device,
-            f"block lists must be on q's device {q.device}, got {count.device}, {index.device}",
+        count.device == index.device == q.device or _refuse(
+            f"block lists must be on q's device {q.device}, got {count.device}, {index.device}"
         )
         of_q = count.dim() == 3 and all(
             m == 1 or m == n for m, n in zip(count.shape[:2], q.shape[:2], strict=True)
         )
-        _require(
-            of_q and index.shape[:-1] == count.shape == blocks.kv_num_blocks.shape,
+        (of_q and index.shape[:-1] == count.shape == blocks.kv_num_blocks.shape) or _refuse(
             "block lists must be [B or 1, H_q or 1, M_q] and [B or 1, H_q or 1, M_q, width] of "
-            f"q {_shape(q)}, got {_shape(count)} and {_shape(index)}",
+            f"q {_shape(q)}, got {_shape(count)} and {_shape(index)}"
         )
         rows = count.shape[2] * blocks.block_q
-        _require(rows >= q.shape[2], f"block lists must be for {q.shape[2]} queries, got {rows}")
+        rows >= q.shape[2] or _refuse(f"block lists must be for {q.shape[2]} queries, got {rows}")
 
 
-def _require(holds, message: str) -> None:
-    if not holds:
-        raise ValueError(f"sage::sdpa: {message}")
+def _refuse(message: str) -> None:
+    raise ValueError(f"sage::sdpa: {message}")
 
 
 def _shape(x: Tensor) -> list:

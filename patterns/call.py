@@ -85,7 +85,7 @@ class Call:
 
     @property
     def block_size(self) -> tuple[int, int] | None:
-        """Of queries and of keys, where lists say which blocks are computed."""
+        """Queries and keys of a block, where lists say which blocks are computed."""
         return self.blocks.size if self.selection is None else BLOCK_SIZE
 
 
@@ -151,7 +151,7 @@ class Site:
 
     @property
     def why(self) -> Reason:
-        """Of a call that stays: the reason with its cause."""
+        """The reason, with its cause, for which a call stays."""
         return self.decision.reason
 
     @property

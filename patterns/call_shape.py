@@ -73,7 +73,7 @@ class CallShape(NamedTuple):
         return None if self.device.type == "cpu" else gpus.capability(self.device)
 
     def tile(self, recipe: Recipe) -> Tile:
-        """Of the kernel that computes all such calls. Raises ValueError where there is none."""
+        """The tile of the kernel that computes all such calls. Raises ValueError if none does."""
         given = self.capability, recipe, self.head_dim, self.mask is not None
         return select(Problem(*given, block_size=self.block_size))
 

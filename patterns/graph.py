@@ -135,7 +135,7 @@ def _by_storage(nodes: Iterable[Node]) -> dict:
 
 def op_name(node) -> str:
     """``matmul`` of ``torch.matmul``, ``@``, ``Tensor.matmul`` and ``aten.matmul.default`` alike;
-    "" for what is not a call. Of what is not torch's own ``its_home::matmul``: it may be anything.
+    "" for what is not a call; ``its_home::matmul`` for what is not torch's: it may be anything.
     """
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
@@ -242,7 +242,7 @@ QUERIES = ("size", "sym_size", "dim", "numel", "stride", "ndimension", "_assert_
 LIKES = ("full_like", "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like",
          "new_full", "new_zeros", "new_ones", "new_empty", "new_tensor")  # fmt: skip
 ATTRIBUTES = ("shape", "dtype", "device", "ndim")
-# Of their second argument they take the shape, dtype or device.
+# They take their second argument's shape, dtype or device.
 AS_THE_OTHER = ("to", "type_as", "expand_as", "view_as", "reshape_as")
 
 

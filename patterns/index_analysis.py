@@ -33,7 +33,7 @@ class IndexAnalysis:
         self.index = index
 
     def describe(self, x) -> Affine | Distance | TwoValued | None:
-        """Of a node, a number or a symbolic integer; None: nothing is known."""
+        """What is known of a node, a number or a symbolic integer; None: nothing."""
         if isinstance(x, (bool, int, float)):
             return TwoValued((), (), x, x)
         if isinstance(x, torch.SymInt):

@@ -125,7 +125,7 @@ def is_exact(fact: Affine, dtype: torch.dtype) -> bool:
 
 def combine(function: Callable, facts) -> TwoValued | None:
     """function(*numbers) at each place, where the facts depend on at most two conditions t and u.
-    Of the regions t & u, t & ~u, ~t & u and ~t & ~u, all but one must have the same value."""
+    All but one of the regions t & u, t & ~u, ~t & u and ~t & ~u must have the same value."""
     conditions = {fact.key(): fact for fact in facts if not fact.constant}
     if len(conditions) > 2:
         return None

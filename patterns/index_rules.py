@@ -71,7 +71,7 @@ def _tensor(analysis, node, data, **_):
 
 @rule("cumsum")
 def _cumsum(analysis, node, x, dim, **_):
-    """Of a constant c: c * (x_dim + 1)."""
+    """A constant c becomes c * (x_dim + 1)."""
     fact, rank = analysis.describe(x), value_of(node).dim()
     if not isinstance(fact, TwoValued) or not fact.constant or value_of(node).dtype != torch.int64:
         return None
@@ -80,7 +80,7 @@ def _cumsum(analysis, node, x, dim, **_):
 
 @rule("diff")
 def _diff(analysis, node, x, n=1, dim=-1, prepend=None, append=None):
-    """Of an Affine: its slope, where what is prepended lies on the same line."""
+    """An Affine's slope, where what is prepended lies on the same line."""
     fact, before = analysis.describe(x), analysis.describe(prepend)
     if not isinstance(fact, Affine) or not isinstance(before, Affine) or n != 1 or append:
         return None

@@ -26,7 +26,7 @@ def module_path(node) -> str:
     return ".".join(name for name in names if name not in UNNAMED)
 
 
-# A step of Dynamo's path: an attribute, a key or an index. Of a name that is no identifier, like
+# A step of Dynamo's path: an attribute, a key or an index. For a name that is no identifier, like
 # "self-attn", it says getattr(L['self'].layers.0, 'self-attn').
 STEP = r"(?:^|\.)([^.\[\]]+)|\[(?:'([^']*)'|(\d+))\]"
 GETATTR = r"getattr\(((?:(?!getattr\().)*?), '([^']*)'\)"

@@ -24,7 +24,7 @@ ENTRIES: set = set()
 
 
 def as_sdpa(graph: Graph) -> dict[Node, tuple[str, Node | None]]:
-    """Write every call of an entry as SDPA, in place. Of each new call: the recipe that is asked
+    """Write every call of an entry as SDPA, in place. Returns for each: the recipe that is asked
     for, and the logsumexp, where it is."""
     requested = {}
     for node in list(graph.nodes):

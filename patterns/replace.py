@@ -96,7 +96,7 @@ def _finish(call: Call, first: Node) -> None:
 
 
 def _copied(emit: Emitter, x: Node, order: list[int], gap: int) -> Node:
-    """x [B, H, N, D], stored in this order, with so many elements between what is then its rows."""
+    """x [B, H, N, D], stored in this order, with `gap` elements between what is then its rows."""
     x = emit(aten.permute.default, x, order)
     if gap:
         x = emit(aten.constant_pad_nd.default, x, [0, gap])

@@ -23,7 +23,15 @@ from torch import Tensor
 
 from sage_inductor.ops.attention.large_scores import shift_of
 from sage_inductor.ops.attention.tiles import Tile
-from sage_inductor.ops.attention.visible_tiles import heads_of, hide, tiles_in_sight
+from sage_inductor.ops.attention.visible_tiles import (
+    EDGE,
+    FULL,
+    LEFT_EDGE,
+    heads_of,
+    hide,
+    tiles_in_sight,
+    tiles_of,
+)
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import FP4_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK, pad_head_dim
 from sage_inductor.ops.launch import doubled
@@ -63,7 +71,7 @@ def _attention_kernel(
 ):  # fmt: skip
     """Grid: (B * H_q * cdiv(N_q, BLOCK_M),): BLOCK_M rows of one head, BLOCK_M a divisor of 128."""
     MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT  # rows that see no key
-    FIRST_PART: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
+    FIRST_PART: tl.constexpr = EDGE if MASK > 0 else (LEFT_EDGE if LEFT >= 0 else FULL)
     stride_qb, stride_qh, stride_qn = stride_qb // 2, stride_qh // 2, stride_qn // 2
     stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
     num_tiles = tl.cdiv(N_q, BLOCK_M)
@@ -115,16 +123,9 @@ def _attention_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     zero = tl.where(N_kv < 0, 1.0, 0.0)
-    # Part 0: the tiles left of the whole ones, which need a mask; 1: the whole ones; 2: those right
-    # of them (the diagonal, the tail), or all of them if there is a mask.
-    for part in tl.static_range(FIRST_PART, 3):
-        masked = part != 1
-        if part == 0:
-            lo, hi = begin, tl.minimum(whole, end)
-        elif part == 1:
-            lo, hi = whole, whole_end
-        else:
-            lo, hi = begin if MASK > 0 else tl.maximum(whole, whole_end), end
+    for part in tl.static_range(FIRST_PART, EDGE + 1):
+        masked = part != FULL
+        lo, hi = tiles_of(part, begin, end, whole, whole_end, MASK)
         for j in tl.range(lo, hi, num_stages=NUM_STAGES):
             column = j * BLOCK_N + n
             # -- s = q k^T ----

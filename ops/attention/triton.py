@@ -39,11 +39,15 @@ from torch import Tensor
 from sage_inductor.ops.attention.large_scores import flatness, shift_of
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention.visible_tiles import (
+    EDGE,
+    FULL,
+    LEFT_EDGE,
     heads_of,
     hide,
     listed_tile,
     listed_tiles,
     tiles_in_sight,
+    tiles_of,
 )
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import TensorDescriptor
@@ -62,11 +66,11 @@ _LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))  # p uses all of E4M3: exp2(x 
 @triton.jit
 def _attention_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
-    Q_mean, Delta,  # INT4: [B, H_q, T, D], [B, H_q, T, N_pad] as smooth_q has them; else unread
+    Q_mean, Delta,  # INT4: [B, H_q, T, D], [B, H_q, T, N_pad] as smooth_q has them
     K, K_scale,  # [B, H_kv, N_pad, BLOCK_D] INT8 or E4M3, [B, H_kv, N_pad / 64, GROUPS]
     # INT4: K [B, H_kv, N_pad, BLOCK_D / 2], packed
     V, V_scale, V_mean,  # FP8: [B, H_kv, BLOCK_DV, N_pad], [B, H_kv, D_V] twice
-    # 16-bit: V [B, H_kv, N_kv, D_V], the other two unread. TMA: K and FP8 V are 2-D descriptors
+    # 16-bit: V [B, H_kv, N_kv, D_V] without the other two. TMA: K and FP8 V are 2-D descriptors
     Mask,  # [B or 1, H_q or 1, N_q or 1, N_kv] bool or floating (additive)
     Seen,  # [B or 1, H_q or 1, tiles or 1, N_kv] uint8: mask.summarize
     Kv_count, Kv_index,  # int32 [B or 1, H_q or 1, M_q], [B or 1, H_q or 1, M_q, kv_width]
@@ -82,7 +86,7 @@ def _attention_kernel(
     D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr, ADDITIVE: tl.constexpr,  # MASK: 0 none, 1 one row for all, 2 a row each
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, FULL: tl.constexpr,  # 0: no lists; full ones
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, FULL_LISTS: tl.constexpr,  # 0: no lists
     QK_MAX: tl.constexpr,  # of q and k: their format's largest number, which tells it
     ROTATED: tl.constexpr,  # q and k
     FP8: tl.constexpr,  # p and v
@@ -106,8 +110,8 @@ def _attention_kernel(
     BIASED: tl.constexpr = INT4 or (MASK > 0 and ADDITIVE)  # large_scores.py
     # Rows that see no key:
     MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT or LISTED
-    OF_ALL: tl.constexpr = 2 if MASK > 0 else (0 if LEFT >= 0 else 1)
-    FIRST_PART: tl.constexpr = (1 if FULL else 2) if LISTED else OF_ALL
+    OF_ALL: tl.constexpr = EDGE if MASK > 0 else (LEFT_EDGE if LEFT >= 0 else FULL)
+    FIRST_PART: tl.constexpr = (FULL if FULL_LISTS else EDGE) if LISTED else OF_ALL
     num_tiles = tl.cdiv(N_q, BLOCK_M)
     head, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if RIGHT >= 0:
@@ -180,14 +184,12 @@ def _attention_kernel(
     # sees computed in registers stays there, 16 a thread, and at the cap they are spilled (H200,
     # 8K keys: 823 against 773 TFLOP/s).
     for _ in tl.range(0, tl.minimum(N_kv, 1), num_stages=1):
-        # Part 0: the tiles left of the whole ones, which need a mask; 1: the whole ones; 2: those
-        # right of them (the diagonal, the tail), or all of them if there is a mask. LISTED: part 1
-        # is the full blocks, 2 the partial ones; each may name the last block, with the tail.
-        for part in tl.static_range(FIRST_PART, 3):
+        # By lists FULL is the full blocks, EDGE the partial ones. Both may name the last block.
+        for part in tl.static_range(FIRST_PART, EDGE + 1):
             if LISTED:
-                masked = MASK > 0 or (part == 2 and (LEFT >= 0 or RIGHT >= 0))
+                masked = MASK > 0 or (part == EDGE and (LEFT >= 0 or RIGHT >= 0))
                 lo = 0
-                if part == 1:
+                if part == FULL:
                     Listed, hi = listed_tiles(
                         Full_count, Full_index, list_row, full_width, BLOCK_KV, BLOCK_N
                     )
@@ -196,13 +198,8 @@ def _attention_kernel(
                         Kv_count, Kv_index, list_row, kv_width, BLOCK_KV, BLOCK_N
                     )
             else:
-                masked = part != 1
-                if part == 0:
-                    lo, hi = begin, tl.minimum(whole, end)
-                elif part == 1:
-                    lo, hi = whole, whole_end
-                else:
-                    lo, hi = begin if MASK > 0 else tl.maximum(whole, whole_end), end
+                masked = part != FULL
+                lo, hi = tiles_of(part, begin, end, whole, whole_end, MASK)
             for i in tl.range(lo, hi, num_stages=NUM_STAGES):
                 j = i
                 at = j  # a tile that is there
@@ -241,7 +238,7 @@ def _attention_kernel(
                     here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
                     x = hide(
                         x, here, rows, rows - row0 + diagonal, j * BLOCK_N + n, N_q, N_kv,
-                        -1 if part == 1 else LEFT, -1 if part == 1 else RIGHT, MASK, ADDITIVE,
+                        -1 if part == FULL else LEFT, -1 if part == FULL else RIGHT, MASK, ADDITIVE,
                     )  # fmt: skip
                     highest = tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1)
                 else:
@@ -339,8 +336,6 @@ def launch(
         raise ValueError(
             f"sage::attention: q_mean and delta go with INT4 k, and only that: k is {recipe.qk}"
         )
-    q_mean, delta = (a.q, a.q) if a.q_mean is None else (a.q_mean, a.delta)  # else neither is read
-    v_scale, v_mean = (a.k_scale, a.k_scale) if a.v_mean is None else (a.v_scale, a.v_mean)
     k, v = a.k, a.v
     tma = tma and k.shape[:3].numel() < 2**31  # a descriptor's rows are 32-bit numbers
     if tma:
@@ -353,8 +348,7 @@ def launch(
     run(
         _attention_kernel,
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
-        (a.q, q_mean, delta, k, a.k_scale, v, v_scale, v_mean, *mask, *lists, out,
-         lse),
+        (a.q, a.q_mean, a.delta, k, a.k_scale, v, a.v_scale, a.v_mean, *mask, *lists, out, lse),
         (*doubled(a.q.stride()), *doubled(a.v.stride()), *mask_strides, *list_strides,
          *doubled(out.stride())[:3],
          H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape

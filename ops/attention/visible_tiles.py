@@ -10,6 +10,13 @@ _LOG2E = tl.constexpr(LOG2E)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
+# The parts of a loop over tiles of keys.
+LEFT_EDGE = tl.constexpr(0)  # what a window's left bound cuts
+FULL = tl.constexpr(1)  # nothing is hidden
+EDGE = tl.constexpr(2)  # the diagonal, the last keys; all tiles, if there is a mask
+CODED = tl.constexpr(3)  # what a tile's code says (hopper/tile_lists.py)
+
+
 @triton.jit
 def heads_of(head, H_q, H_kv):
     """b, h, h_kv, b * H_kv + h_kv and head of the head-th head of q, all int64: a product of one
@@ -50,6 +57,19 @@ def tiles_in_sight(
     begin = begin // BLOCK_N
     end = tl.cdiv(tl.maximum(end, 0), BLOCK_N)
     return begin, end, whole, whole_end, diagonal
+
+
+@triton.jit
+def tiles_of(
+    PART: tl.constexpr, begin, end, whole, whole_end, MASK: tl.constexpr
+):  # fmt: skip
+    """First and last + 1 of the tiles of a part, by what `tiles_in_sight` says."""
+    if PART == LEFT_EDGE:
+        return begin, tl.minimum(whole, end)
+    elif PART == FULL:
+        return whole, whole_end
+    else:
+        return begin if MASK > 0 else tl.maximum(whole, whole_end), end
 
 
 @triton.jit

@@ -203,7 +203,7 @@ def _reach(start: Node, dims: dict, dim: int, upwards: bool) -> list[Node] | Non
 
 
 def _origins(node: Node, x: Node) -> dict[int, int]:
-    """Of the dimensions of `node`, those that are dimensions of its operand `x`, and which."""
+    """The dimensions of `node` that are dimensions of its operand `x`, and which of them."""
     name, product, order = op_name(node), product_of(node), order_of(node)
     sizes, given = value_of(node).shape, value_of(x).shape
     if order is not None:
@@ -346,7 +346,7 @@ def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:  # noqa: 
 
 
 def _scores_and_sink(node: Node) -> tuple[Node, Node] | None:
-    """Of a concatenation of scores and one column behind them."""
+    """Scores and the one column that is concatenated behind them."""
     tensors, dim = arguments(node, ("tensors", "tensor"), ("dim", "axis"), dim=0)
     values = [value_of(x) for x in tensors] if isinstance(tensors, (list, tuple)) else []
     if len(values) != 2 or not all(isinstance(x, torch.Tensor) for x in values):
@@ -390,7 +390,7 @@ def _biases(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
 
 
 def order_of(node: Node) -> tuple[int, ...] | None:
-    """Of the dimensions of its input, where a call permutes them and does nothing else."""
+    """The order of its input's dimensions, where a call permutes them and does nothing else."""
     name, value = op_name(node), value_of(node)
     n = value.dim() if isinstance(value, torch.Tensor) else 0
     if n < 2 or not isinstance(value_of(node.args[0] if node.args else None), torch.Tensor):
@@ -504,7 +504,7 @@ def product_of(node: Node) -> Product | None:
 
 
 def _einsum(node: Node) -> Product | None:
-    """Of an equation with or without an arrow, or of sublists; `...` becomes letters."""
+    """By an equation with or without an arrow, or by sublists; `...` becomes letters."""
     first, *operands = node.args
     if isinstance(first, str):
         if len(operands) == 1 and isinstance(operands[0], (list, tuple)):

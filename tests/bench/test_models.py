@@ -190,6 +190,32 @@ def test_flash_attention_3_is_a_column_of_diffusers_models(name, keys, fa3, op_b
     assert row["rewritten"] and "-" not in models.beside_table([row]).splitlines()[2].split(" | ")
 
 
+def test_a_row_without_flash_attention_3_says_why(op_by_op, monkeypatch):
+    """Where it is missing, and where the model's call fails."""
+    given = models.Model("", 8, lambda _: Stack(), lambda: {"x": torch.randn(1, 2, 8, 64)})
+    monkeypatch.setitem(sys.modules, models.peers.FA3, None)
+    missing = beside("flux", given)
+    assert "flash_attn" in missing["without"]["fa3"] or "diffusers" in missing["without"]["fa3"]
+
+    class Refused(torch.nn.Module):
+        def compile_repeated_blocks(self, **_):
+            pass
+
+        set_attention_backend = compile_repeated_blocks
+
+        def forward(self, x, return_dict):
+            raise ValueError("FA3 refuses\n\n  a mask")
+
+    def column(name, model, module, inputs):
+        module = Refused() if name == "fa3" else module
+        return models.Column(module, inputs, "inductor", model.repeated)
+
+    monkeypatch.setattr(models, "column", column)
+    with torch.no_grad():
+        refused = next(models.measure("hunyuan", given, of_plan("beside"), "cpu"))
+    assert refused["without"] == {"fa3": "ValueError: FA3 refuses a mask"}
+
+
 @pytest.mark.models
 def test_fp8_linears_are_a_row_of_their_own(op_by_op, monkeypatch):
     """torchao's are tried where it is installed: tests/front/test_quantized_weights.py."""

@@ -8,7 +8,7 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
   next q k^T, the others are in their softmax.
 * q is quantized where it is used, one scale a row: a thread of a wgmma accumulator holds whole
   rows, so its scale is as free as one per thread. k has one scale per 64 rows. Where training is
-  causal (OWN) it has codes by one scale a row besides, which cost a multiplication a score: those
+  causal (OWN) it has codes by one scale a row as well, which cost a multiplication a score: those
   are read from about a tile's first row on (_first_own), the others before it.
 * q of the next tile is loaded before o of this one is stored.
 * Scores are scaled in the exponential, by an fma. So in FP8 those of a row with a large maximum are
@@ -17,7 +17,7 @@ num_programs-th tile, and of those that do not go round, a share of the blocks.
 * With one warpgroup (short calls, windows) it is otherwise: several programs share an SM and hide
   each other's beginnings and ends. Each computes one tile, fetches k and v itself, and takes no
   turns.
-* Of doubled strides (launch.py) it is the offset that is halved: halved strides would be in
+* Strides arrive doubled (launch.py). The offset is halved instead: halved strides would be in
   registers through the loop, and 16-bit causal would spill 18 instead of 12.
 
 Only what its schedule is worth: bool masks, and those with FP8 p v, q in 16 bits (plan.py says
@@ -25,6 +25,7 @@ exactly); the rest is triton.py's, as is every call where Gluon, which is experi
 than GLUON's in compat.py.
 """
 
+# ruff: noqa: F841  (what `context` reads)
 import collections
 import math
 
@@ -40,9 +41,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sage_inductor.ops.attention.hopper.ring import fields, make_ring, record
+from sage_inductor.ops.attention.hopper.ring import context, make_ring
 from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, walk
 from sage_inductor.ops.attention.large_scores import flatness
+from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 from sage_inductor.ops.quantize.rotate import butterflies, odd_of
@@ -54,25 +56,6 @@ _LN2 = gl.constexpr(1 / LOG2E)
 _LOG2_FP8_MAX = gl.constexpr(math.log2(E4M3_MAX))
 _ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
 _LEAST = gl.constexpr(2.0**-46)  # of a scale: what it makes of codes is 0 beside 1
-
-
-# How much of a block of keys the rows of a warpgroup see.
-FULL = gl.constexpr(0)  # all
-EDGE = gl.constexpr(1)  # a part: the causal diagonal, the last keys
-CODED = gl.constexpr(2)  # what its code says (tile_lists.py)
-
-
-# What the parts of the kernel take: its parameters, and what follows from them.
-@record
-class Context:
-    __annotations__ = fields(
-        constants="D D_V SCALE LEFT RIGHT BOTTOM_RIGHT LISTED MASK SPLIT ROTATED FP8 KEEPS_MAX OWN"
-        " BLOCK_M BLOCK_N BLOCK_D BLOCK_DV WARPGROUPS STAGES CHUNK ALONE BOUNDED CAUSAL",
-        values="q_smem k_smem v_smem scale_smem ring order Q K_scale V_scale V_mean Out Lse Part"
-        " Part_ml Words stride_wb stride_wh stride_wm List stride_lb stride_lh stride_lm stride_qb"
-        " stride_qh stride_qn stride_ob stride_oh stride_on H_q H_kv N_q N_kv N_pad num_m heads"
-        " group whole_tiles K K_own K_own_scale V",
-    )
 
 
 # A tile: its first row; if BOUNDED, what `walk` says of the blocks that it reads.
@@ -614,7 +597,7 @@ def _begin_tile(t, wg: gl.constexpr, ctx):
 
 @gluon.jit
 def _in_sight(row, row0, ctx):
-    """(not BOUNDED) Of the 64 rows from row0 on, in a tile that begins at row: how many blocks of
+    """(not BOUNDED) For the 64 rows from row0 on, in a tile that begins at row: how many blocks of
     keys all of them see whole, and how many some of them see."""
     seen = ctx.N_kv
     if ctx.WARPGROUPS == 3:  # a third of a tile may be beyond N_q; ptxas spills for it at D=256
@@ -692,7 +675,8 @@ def _consumer(wg: gl.constexpr, ctx):
         words = ctx.Words
         if ctx.BOUNDED:
             begin = 0
-            words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
+            if ctx.MASK:
+                words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
             whole, mine, end = read_whole, read_all, read_all
         else:
             if not ctx.SPLIT:
@@ -773,12 +757,13 @@ def _producer(ctx):
 def _hopper_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit, its last stride 1
     K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
-    K_own, K_own_scale,  # OWN: as K, and descriptor of [B * H_kv * N_pad] fp32; else any, not read
+    K_own, K_own_scale,  # if OWN: as K, and descriptor of [B * H_kv * N_pad] fp32
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
-    # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; the other two unread
-    Words, List,  # tile_lists.py; unread but for MASK and LISTED
+    # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; without the other two
+    Words, List,  # tile_lists.py; if MASK, if LISTED
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32; KEEPS_MAX: [2, ...], m is the second
-    Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o, m, l
+    Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o; m, l
+    # if SPLIT
     stride_qb, stride_qh, stride_qn, stride_ob, stride_oh, stride_on,
     stride_wb, stride_wh, stride_wm, stride_lb, stride_lh, stride_lm,
     heads, H_q, H_kv, N2_q, N2_kv, N_pad, group, whole_tiles,  # heads: B * H_q. N2: 2 N
@@ -792,10 +777,14 @@ def _hopper_kernel(
     """Grid: (programs,), as many as run at once; of one warpgroup, as many as there are tiles.
     Strides of q and o come doubled: see `doubled`."""
     N_q, N_kv = N2_q // 2, N2_kv // 2
+    ALONE: gl.constexpr = WARPGROUPS == 1
+    CAUSAL: gl.constexpr = RIGHT == 0  # SDPA's, unless BOUNDED
+    BOUNDED: gl.constexpr = LISTED or LEFT >= 0 or RIGHT > 0 or (RIGHT == 0 and BOTTOM_RIGHT)
     BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    # At 256 channels of v four products of 64: with two of 128 the ptxas of CUDA 13.4 (Triton 3.9)
-    # spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x (H200,
-    # 2026-11-22). Triton 3.6's own takes 1.016x with four, 1.000x causal.
+    # Channels of o in one product. At 256, four of 64: with two of 128 the ptxas of CUDA 13.4
+    # (Triton 3.9) spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x
+    # (H200, 2026-11-22). Triton 3.6's own takes 1.016x with four, 1.000x causal.
+    CHUNK: gl.constexpr = 64 if BLOCK_DV == 256 else BLOCK_DV
     num_m = (N_q + BLOCK_M - 1) // BLOCK_M
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
     VS: gl.constexpr = [BLOCK_DV, BLOCK_N] if FP8 else [BLOCK_N, BLOCK_DV]
@@ -812,22 +801,7 @@ def _hopper_kernel(
     for i in gl.static_range(WARPGROUPS):
         mbarrier.init(order.index(i), count=1)
     mbarrier.arrive(order.index(0), count=1)
-    ctx = Context(
-        D=D, D_V=D_V, SCALE=SCALE, LEFT=LEFT, RIGHT=RIGHT, BOTTOM_RIGHT=BOTTOM_RIGHT,
-        LISTED=LISTED, MASK=MASK, SPLIT=SPLIT, ROTATED=ROTATED, FP8=FP8, KEEPS_MAX=KEEPS_MAX,
-        OWN=OWN, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV,
-        WARPGROUPS=WARPGROUPS, STAGES=STAGES, CHUNK=64 if BLOCK_DV == 256 else BLOCK_DV,
-        ALONE=WARPGROUPS == 1, CAUSAL=RIGHT == 0,
-        BOUNDED=LISTED or LEFT >= 0 or RIGHT > 0 or (RIGHT == 0 and BOTTOM_RIGHT),
-        q_smem=q_smem, k_smem=k_smem, v_smem=v_smem, scale_smem=scale_smem, ring=ring, order=order,
-        Q=Q, K=K, K_scale=K_scale, K_own=K_own, K_own_scale=K_own_scale, V=V, V_scale=V_scale,
-        V_mean=V_mean, Out=Out, Lse=Lse, Part=Part, Part_ml=Part_ml, Words=Words, List=List,
-        stride_wb=stride_wb, stride_wh=stride_wh, stride_wm=stride_wm, stride_lb=stride_lb,
-        stride_lh=stride_lh, stride_lm=stride_lm, stride_qb=stride_qb, stride_qh=stride_qh,
-        stride_qn=stride_qn, stride_ob=stride_ob, stride_oh=stride_oh, stride_on=stride_on,
-        H_q=H_q, H_kv=H_kv, N_q=N_q, N_kv=N_kv, N_pad=N_pad, num_m=num_m, heads=heads, group=group,
-        whole_tiles=whole_tiles,
-    )  # fmt: skip
+    ctx = context()
     if WARPGROUPS == 1:
         fence_async_shared()
         gluon_barrier()
@@ -850,7 +824,7 @@ def _hopper_kernel(
 @triton.jit
 def _combine_kernel(
     Part, Part_ml,  # as above, in
-    V_scale, V_mean,  # [B, H_kv, D_V] in, fp32; unread unless FP8
+    V_scale, V_mean,  # [B, H_kv, D_V] in, fp32; if FP8
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32 out; KEEPS_MAX: as above
     stride_ob, stride_oh, stride_on,
     heads, H_q, H_kv, N_q, num_m, whole_tiles, blocks, programs,

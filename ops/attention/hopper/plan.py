@@ -96,15 +96,12 @@ def launch(
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
         a.decoded.rotated, keeps_max, own is not None,
     )  # fmt: skip
-    part = part_ml = lse  # not touched
+    part = part_ml = k_own = k_own_scale = words = codes = list_ = None
     if plan.parts:
         part, part_ml = (lse.new_empty(n) for n in plan.parts)
-    v_scale, v_mean = (lse, lse) if a.v_mean is None else (a.v_scale, a.v_mean)
     k, v = _at(plan.k, k), _at(plan.v, v)
-    k_own = k_own_scale = lse  # not touched
     if own is not None:
         k_own, k_own_scale = _at(plan.k, own[0]), _at(plan.k_own_scale, own[1])
-    words = codes = list_ = lse  # not touched
     if plan.mask:
         words, codes = (lse.new_empty(n, dtype=dtype) for n, dtype in plan.mask.made)
         plan.mask.pack.by(run, a.attn_mask, words, codes)
@@ -112,12 +109,12 @@ def launch(
         list_ = lse.new_empty(plan.lists.made, dtype=torch.int32)
         plan.lists.make.by(run, codes, *lists, list_)
         plan.lists.rank.by(run, list_)
-    of_v = v, v_scale, v_mean
+    of_v = v, a.v_scale, a.v_mean
     plan.attend.by(
         run, q, k, a.k_scale, k_own, k_own_scale, *of_v, words, list_, out, lse, part, part_ml
     )
     if plan.combine:
-        plan.combine.by(run, part, part_ml, v_scale, v_mean, out, lse)
+        plan.combine.by(run, part, part_ml, a.v_scale, a.v_mean, out, lse)
     return out, lse
 
 

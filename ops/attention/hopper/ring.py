@@ -1,19 +1,18 @@
-"""The barriers of the Hopper kernels, forward and backward: who arrives at which.
+"""What the Hopper kernels, forward and backward, have in common: their context and their barriers.
 
-A ring has STAGES places for blocks in shared memory. Block i is in place i % STAGES; the parity of
-i // STAGES is the phase of that place's barriers.
+A ring has STAGES places for blocks in shared memory. Block i is in place i % STAGES, and the parity
+of i // STAGES is the phase of that place's barriers. Who arrives at them:
 
-    producer                                        each reader (a warpgroup)
+    producer                                                       each reader, a warpgroup
 
-    wait_free(i)  <------ free, one arrival a reader --------  release(i)
-    TMA's bytes   ------> full, one arrival and the bytes ---> wait_full(i)
+    wait_free(i)  <-- free: one arrival a reader ----------------  release(i)
+    TMA           --> full: one arrival and all bytes of block i -> wait_full(i)
 
-Turns let one warpgroup at a time use the tensor cores (kernel.py). Barrier w is warpgroup w's:
-
-    pass_on(w)    ------> turn of w + 1, one arrival --------> wait(w + 1, n), its n-th turn
-
-The kernel itself arrives at the first turn of warpgroup 0.
+In kernel.py the warpgroups also take turns at the tensor cores. `order` has a barrier for each of
+them, at which the one before it arrives once; the kernel itself arrives first, at warpgroup 0's.
 """
+
+import functools
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,35 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sage_inductor.ops.compat import aggregate
 
 
-def record(cls):
-    """Triton's aggregate, with an __init__ that takes all fields by name. A number for a field that
-    is no constexpr becomes a tensor, as it does where it is assigned to a name."""
-    kinds = cls.__annotations__
-
-    def __init__(self, _semantic=None, **fields):
-        for name, kind in kinds.items():
-            x = fields[name]
-            x = x.value if isinstance(x, gl.constexpr) else x
-            if not isinstance(x, gl.base_value):
-                x = gl.constexpr(x) if kind is gl.constexpr or x is None else _semantic.to_tensor(x)
-            setattr(self, name, x)
-
-    __init__.__triton_builtin__ = True  # the same for all, so no part of a kernel's hash
-    cls.__init__ = __init__
-    return aggregate(cls)
-
-
-def fields(constants: str, values: str) -> dict:
-    """The __annotations__ of a record with these."""
-    kinds = dict.fromkeys(constants.split(), gl.constexpr)
-    return kinds | dict.fromkeys(values.split(), gl.base_value)
-
-
-@record
+@aggregate
 class Ring:
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
     STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, full, free, STAGES):
+        self.full, self.free, self.STAGES = full, free, gl.constexpr(STAGES)
 
     @gluon.jit
     def begin(self, READERS: gl.constexpr):
@@ -67,8 +46,8 @@ class Ring:
         mbarrier.wait(self.free.index(i % self.STAGES), ((i // self.STAGES) & 1) ^ 1)
 
     @gluon.jit
-    def release(self, i, pred=True):
-        mbarrier.arrive(self.free.index(i % self.STAGES), count=1, pred=pred)
+    def release(self, i):
+        mbarrier.arrive(self.free.index(i % self.STAGES), count=1)
 
 
 @gluon.jit
@@ -76,4 +55,25 @@ def make_ring(STAGES: gl.constexpr):
     """Not yet begun: what a kernel allocates before that gets no memory of the barriers'."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    return Ring(full=full, free=free, STAGES=STAGES)
+    return Ring(full, free, STAGES)
+
+
+@functools.cache
+def _of_names(names: tuple[str, ...]):
+    def __init__(self, **values):
+        for name, x in values.items():
+            setattr(self, name, x)
+
+    __init__.__triton_builtin__ = True  # the same for all, so no part of a kernel's hash
+    kinds = dict.fromkeys(names, gl.base_value)
+    return aggregate(type("Context", (), {"__annotations__": kinds, "__init__": __init__}))
+
+
+def context(_semantic=None, _generator=None):
+    """All that the calling function has names for, constants as constants: its parameters, and what
+    it has assigned."""
+    names = {name: gl.constexpr(None) if x is None else x for name, x in _generator.lscope.items()}
+    return _of_names(tuple(names))(**names)
+
+
+context.__triton_builtin__ = True

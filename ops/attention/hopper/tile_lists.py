@@ -135,7 +135,7 @@ def _how_often(
 
 @triton.jit
 def _list_tiles_kernel(
-    Codes,  # as above, in; unread unless MASK
+    Codes,  # as above, in; if MASK
     Kv_count, Kv_index, Full_count, Full_index,  # the caller's, as ../triton.py has them
     List,  # [B or 1, H or 1, num_m, width] int32 out, but for the tiles by length
     stride_cb, stride_ch, stride_kb, stride_kh, kv_width, full_width,
@@ -150,7 +150,8 @@ def _list_tiles_kernel(
     PARTS: tl.constexpr = BLOCK_KV // BLOCK_N if BLOCK_KV else 1  # of a block of the caller's
     head, m = (tl.program_id(0) // num_m).to(tl.int64), tl.program_id(0) % num_m
     b, h = head // H, head % H
-    Codes += b * stride_cb + h * stride_ch
+    if MASK:
+        Codes += b * stride_cb + h * stride_ch
     here = List + tl.program_id(0).to(tl.int64) * width
     EVERY: tl.constexpr = 4**WARPGROUPS - 1  # all codes are 3
     wholes, parts = 0, 0  # entries so far

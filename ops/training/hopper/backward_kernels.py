@@ -1,6 +1,6 @@
 """The FP8 backward of attention for Hopper, in Gluon: two kernels, no atomics.
 
-Of one query head and its head of k and v, i a query, j a key, b(j) the key's block of 64, in units
+For one query head and its head of k and v, i a query, j a key, b(j) the key's block of 64, in units
 that make scores exponents of 2. q8 and k8 are codes of rotated rows, k's halved; q^ and k^ are the
 same codes turned back (prepare.py):
 
@@ -30,7 +30,7 @@ large, but not 2^8. beta >= max |dP_ij - delta_ij| / a_i of all rows of the grou
 before the loop (Cauchy-Schwarz), so no maximum is taken in it and nothing rescaled, and e4m3 of dS
 keeps its relative precision. A beta a row would cost the dK/dV kernel a multiplication a score.
 
-To the dK/dV kernel the query heads of a group are one head of so many more rows.
+To the dK/dV kernel the query heads of a group are one head with the rows of all.
 
 CAUSAL, of as many queries as keys: nothing of an earlier row may tell of later ones. So k and v are
 not less their means, and dQ has bounds of its own, by what a row sees:
@@ -66,8 +66,8 @@ So all is waited for at the end of a loop, and what crosses none is UNROLLed.
 tokens permuted in groups of 16 such that P and dS go from accumulator to operand within a thread:
 place 4t + 2h + e of a group holds token 8h + 2t + e.
 
-Padding, of rows to Q_pad and K_pad (multiples of 128) and of channels to BLOCK_D: codes are 0. Of
-queries qs and delta are 0 and m is NO_QUERY, so that P is 0. Of keys P is 2^-m_i 448, which is
+Padding, of rows to Q_pad and K_pad (multiples of 128) and of channels to BLOCK_D: codes are 0. For
+queries qs and delta are 0 and m is NO_QUERY, so that P is 0. For keys P is 2^-m_i 448, which is
 finite because k is less the mean of a sample of keys: m_i, their largest score's at least, is then
 not below 0 but for rounding. CAUSAL, no query sees them.
 
@@ -75,6 +75,7 @@ TMA counts in 32 bits: the rows of q in all heads must be fewer than 2^29, of k 
 transposed codes (BLOCK_D a head) fewer than 2^31.
 """
 
+# ruff: noqa: F841  (what `context` reads)
 import collections
 
 from triton.experimental import gluon
@@ -86,7 +87,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sage_inductor.ops.attention.hopper.kernel import _exp2, _first_own, _to_fp8
-from sage_inductor.ops.attention.hopper.ring import fields, make_ring, record
+from sage_inductor.ops.attention.hopper.ring import context, make_ring
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait, tma_load
 
 # -- both ----
@@ -143,8 +144,9 @@ def _flush(total, acc, is_first):
 @gluon.jit
 def _add_part(acc, part, is_more, is_less):
     """acc, with what is in part if is_more; which it is stored to if is_less than all."""
+    O: gl.constexpr = acc.type.layout
     if is_more:
-        acc += _from_thread(gl.load(part), acc.type.layout)
+        acc += _from_thread(gl.load(part), O)
     if is_less:
         gl.store(part, _by_thread(acc))
     return acc
@@ -204,23 +206,12 @@ def _above():
 
 @gluon.jit
 def _below(ahead):
-    """[64, 64], rows so many ahead of the columns: the column is the row's or an earlier one."""
+    """[64, 64], rows that begin `ahead` of the columns: whether a column is not after its row."""
     rows = ahead + gl.arange(0, 64, layout=_ROW)
     return rows[:, None] >= gl.arange(0, 64, layout=_COLUMN)[None, :]
 
 
 # -- dQ ----
-
-
-# Parameters of dq_kernel, and what follows from them.
-@record
-class DqContext:
-    __annotations__ = fields(
-        constants="CAUSAL D BLOCK_D STAGES FLUSH",
-        values="q_smem g_smem k_smem v_smem kt_smem vectors totals loaded ring Q_scale M Delta"
-        " Row_scale K_scale DQ stride_b stride_h stride_n H_q group N_q Q_pad K_pad"
-        " Q G K K_own V Kt Kt_own K_own_scale V_scale V_scale_own",
-    )
 
 
 # 64 queries of a warpgroup: codes of q and dO in shared memory, the first row, how many blocks of
@@ -241,6 +232,7 @@ def _blocks_of_keys(row_end, ctx):
 def _keys(j, s, dq, k_scale, OWN: gl.constexpr, at, ctx):
     """s and k_scale of block j + 1; dq after block j. OWN: k has a scale a row, and later keys are
     hidden."""
+    O: gl.constexpr = dq.type.layout
     stage, after = j % ctx.STAGES, (j + 1) % ctx.STAGES
     d = _score(at.g_tile, ctx.v_smem, stage)
     q_scale = gl.expand_dims(at.q_scale, 1)
@@ -256,7 +248,7 @@ def _keys(j, s, dq, k_scale, OWN: gl.constexpr, at, ctx):
         k_scale = gl.load(at.k_scale + gl.minimum(j + 1, at.blocks - 1))
     d = warpgroup_mma_wait(0, [d])
     v_scale = gl.expand_dims(ctx.vectors.index(stage).load(_COLUMN), 0)
-    ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), dq.type.layout)
+    ds = _to_operand(p * (d.to(gl.float32) * v_scale - delta), O)
     ctx.ring.wait_full(j + 1, j + 1 < at.blocks)
     s = _score(at.q_tile, ctx.k_smem, after)  # of no block: not read
     dq = warpgroup_mma(ds, ctx.kt_smem.index(stage).permute((1, 0)), dq, is_async=True)
@@ -354,7 +346,7 @@ def dq_kernel(
     K, K_own, V,  # of [B * H_kv * K_pad, BLOCK_D] INT8, blocks of 64 rows
     Kt, Kt_own,  # of [B * H_kv * BLOCK_D, K_pad] FP8, blocks of BLOCK_D rows and 64 tokens
     K_own_scale, V_scale, V_scale_own,  # of [B * H_kv * K_pad] fp32, blocks of 64
-    # CAUSAL: V_scale is vs ks, V_scale_own vs; without it those named own are any, and not read
+    # CAUSAL: V_scale is vs ks, V_scale_own vs; else there are none named own
     Q_scale, M, Delta, Row_scale,  # [B, H_q, Q_pad] fp32: qs; m - log2 448; delta; r c^k
     # CAUSAL: the second m - log2 448 + log2 beta_i, the last r
     K_scale,  # [B, H_kv, K_pad / 64] fp32
@@ -381,15 +373,8 @@ def dq_kernel(
     ring = make_ring(STAGES)
     mbarrier.init(loaded, count=1)
     ring.begin(3)
-    ctx = DqContext(
-        CAUSAL=CAUSAL, D=D, BLOCK_D=BLOCK_D, STAGES=STAGES, FLUSH=FLUSH, q_smem=q_smem,
-        g_smem=g_smem, k_smem=k_smem, v_smem=v_smem, kt_smem=kt_smem, vectors=vectors,
-        totals=totals, loaded=loaded, ring=ring, Q_scale=Q_scale, M=M, Delta=Delta,
-        Row_scale=Row_scale, K_scale=K_scale, DQ=DQ, stride_b=stride_b, stride_h=stride_h,
-        stride_n=stride_n, H_q=H_q, group=H_q // H_kv, N_q=N2_q // 2, Q_pad=Q_pad, K_pad=K_pad,
-        Q=Q, G=G, K=K, K_own=K_own, V=V, Kt=Kt, Kt_own=Kt_own, K_own_scale=K_own_scale,
-        V_scale=V_scale, V_scale_own=V_scale_own,
-    )  # fmt: skip
+    group, N_q = H_q // H_kv, N2_q // 2
+    ctx = context()
     gl.warp_specialize([
         (_dq_consumer, (0, ctx)), (_dq_consumer, (1, ctx)), (_dq_consumer, (2, ctx)),
         (_dq_producer, (ctx,)),
@@ -397,17 +382,6 @@ def dq_kernel(
 
 
 # -- dK and dV ----
-
-
-# Parameters of dkdv_kernel, and what follows from them.
-@record
-class DkdvContext:
-    __annotations__ = fields(
-        constants="CAUSAL D BLOCK_D STAGES FLUSH UNROLL FLUSH_DK PDL",
-        values="k_smem v_smem q_smem g_smem qt_smem ot_smem vectors totals loaded ring K_scale"
-        " K_own_scale V_scale Qt_scale Ot_scale Part DK DV stride_kb stride_kh stride_kn stride_vb"
-        " stride_vh stride_vn H_kv N_kv Q_rows K_pad last K K_own V Q G Qt Ot Vectors",
-    )
 
 
 # 64 keys of a warpgroup: codes of k and v in shared memory, k's scale, v's scale of each row, and
@@ -590,7 +564,7 @@ def dkdv_kernel(
     Qt, Ot,  # of [B * H_kv * BLOCK_D, Q_rows] FP8, blocks of BLOCK_D rows and 64 tokens
     Vectors,  # of [3 * B * H_kv * Q_rows] fp32, blocks of 64: Q_scale, M, Delta as dq_kernel's
     K_scale, K_own_scale, V_scale,  # [B, H_kv, K_pad / 64], [B, H_kv, K_pad] twice, fp32
-    # without CAUSAL those named own are any, and not read
+    # those named own: if CAUSAL
     Qt_scale, Ot_scale,  # [B, H_kv] fp32: c^q, c^o
     Part,  # [programs, 2, 64 * BLOCK_D] fp32: totals of dK
     DK, DV,  # [B, H_kv, N_kv, D] out, fp16 or bf16, their last stride 1
@@ -620,16 +594,8 @@ def dkdv_kernel(
     ring = make_ring(STAGES)
     mbarrier.init(loaded, count=1)
     ring.begin(2)
-    ctx = DkdvContext(
-        CAUSAL=CAUSAL, D=D, BLOCK_D=BLOCK_D, STAGES=STAGES, FLUSH=FLUSH, UNROLL=UNROLL,
-        FLUSH_DK=FLUSH_DK, PDL=PDL, k_smem=k_smem, v_smem=v_smem, q_smem=q_smem, g_smem=g_smem,
-        qt_smem=qt_smem, ot_smem=ot_smem, vectors=vectors, totals=totals, loaded=loaded, ring=ring,
-        K_scale=K_scale, K_own_scale=K_own_scale, V_scale=V_scale, Qt_scale=Qt_scale,
-        Ot_scale=Ot_scale, Part=Part, DK=DK, DV=DV, stride_kb=stride_kb, stride_kh=stride_kh,
-        stride_kn=stride_kn, stride_vb=stride_vb, stride_vh=stride_vh, stride_vn=stride_vn,
-        H_kv=H_kv, N_kv=N2_kv // 2, Q_rows=Q_rows, K_pad=K_pad, last=last, K=K, K_own=K_own, V=V,
-        Q=Q, G=G, Qt=Qt, Ot=Ot, Vectors=Vectors,
-    )  # fmt: skip
+    N_kv = N2_kv // 2
+    ctx = context()
     gl.warp_specialize(
         [(_dkdv_consumer, (0, ctx)), (_dkdv_consumer, (1, ctx)), (_dkdv_producer, (ctx,))],
         [4, 1], [REGISTERS, 24],

@@ -104,7 +104,7 @@ def _launch_dq(kept: Kept, x: Operands, dq: Tensor, run: Callable) -> None:
     B, H_q, N_q, D = dq.shape
     H_kv, K_pad, BLOCK_D = kept.k.shape[1:]
     at_launch, consumer = REGISTERS[3]
-    k_own = k_own_scale = kt_own = v_scale_own = x.row_scale  # not touched
+    k_own = k_own_scale = kt_own = v_scale_own = None
     if kept.is_causal:
         k_own, k_own_scale = _rows(kept.k_own), _numbers(kept.k_own_scale)
         kt_own, v_scale_own = _turned(x.kt_own), _numbers(kept.v_scale)
@@ -126,7 +126,7 @@ def _launch_dkdv(kept: Kept, x: Operands, dk: Tensor, dv: Tensor, run: Callable)
     B, H_kv, N_kv, D = dk.shape
     K_pad, BLOCK_D = kept.k.shape[2:]
     at_launch, consumer = REGISTERS[2]
-    k_own = k_own_scale = x.row_scale  # not touched
+    k_own = k_own_scale = None
     if kept.is_causal:
         k_own, k_own_scale = _rows(kept.k_own), kept.k_own_scale
     tiles = triton.cdiv(N_kv, 128)

@@ -388,7 +388,7 @@ def launch_prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float, run: Cal
     )  # fmt: skip
     wa, part = fp32(B, H_q, M_pad), fp32(2 if causal else MAXIMA, B, H_q, M_pad // BLOCK)
     part_v = fp32(B, H_kv, N_pad // BLOCK)
-    of_rows, v_norm, own, own_scale = wa, wa, kept.k, wa  # not touched
+    of_rows = v_norm = own = own_scale = None
     if causal:
         of_rows, v_norm = fp32(2, B, H_q, M_pad), fp32(B, H_kv, N_pad)
         own, own_scale = kept.k_own, kept.k_own_scale
