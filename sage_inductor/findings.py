@@ -331,9 +331,6 @@ def reason_of(site: Site) -> page.Cell:
     return page.Folded(site.why.short, text, site.reason)
 
 
-# -- calls that are equal but for numbers ----
-
-
 def grouped(items: Iterable, path: Callable, same: Callable) -> list[tuple[str, list]]:
     """`items` that are equal but for the numbers in their path, together and in order:
     ("blocks.*.attn2", [...]), with stars where the numbers differ. path(item): its path;

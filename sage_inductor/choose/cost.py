@@ -118,19 +118,12 @@ def features(
         of_one = _busiest(seen, heads, dealt == LONGEST_FIRST, at_once * processors)
     tiles = weight * heads * len(seen) / processors
     return Features(
-        launches=1.0,
-        keys=of_one,
-        hot=even * min(1.0, even / HEATS),
-        busiest=busiest,
-        tiles=tiles,
-        prepared=of_kv * sizes.N_kv / processors,
-        ragged=busiest * _is_ragged(sizes, kind),
-        mask=sizes.N_q * sizes.N_kv / processors * _has_rows(sizes, kind),
-        pieces=float(is_cut),
-        queries=by_keys,
-        beyond=max(0.0, tiles - at_once) if at_once > 1 else 0.0,
+        launches=1.0, keys=of_one, hot=even * min(1.0, even / HEATS), busiest=busiest, tiles=tiles,
+        prepared=of_kv * sizes.N_kv / processors, ragged=busiest * _is_ragged(sizes, kind),
+        mask=sizes.N_q * sizes.N_kv / processors * _has_rows(sizes, kind), pieces=float(is_cut),
+        queries=by_keys, beyond=max(0.0, tiles - at_once) if at_once > 1 else 0.0,
         heads=of_kv / processors,
-    )
+    )  # fmt: skip
 
 
 def _has_rows(sizes: Sizes, kind: str) -> bool:
@@ -229,9 +222,6 @@ def _busiest(seen: _Seen, heads: int, longest_first: bool, processors: int) -> f
     for keys in sorted(tiles, reverse=True) if longest_first else tiles:
         heapq.heapreplace(busy, busy[0] + keys)
     return max(busy)
-
-
-# -- the fit ----
 
 
 class Fit(NamedTuple):

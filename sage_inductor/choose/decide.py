@@ -211,9 +211,6 @@ def _of_one_block(call: Call, recipe: str) -> Reason | None:
     return reasons.SHORT_EXAMPLE(Q_BLOCK, hint(n_q)) if by_blocks and is_short else None
 
 
-# -- the fastest ----
-
-
 def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]) -> Decision:
     """The fastest of the recipes, of which the first mostly is, if it is faster than SDPA: as timed
     here and now, or as predicted."""

@@ -165,12 +165,9 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     names = case.rivals
     if sdpa_mask is None and q.shape[3] == v.shape[3]:  # it is the slowest of three there
         names = tuple(n for n in names if n != "EFFICIENT_ATTENTION") or names
-    enable_gqa, scale = q.shape[1] != k.shape[1], q.shape[3] ** -0.5
-
-    def sdpa():
-        return F.scaled_dot_product_attention(
-            q, k_of_q, v_of_q, sdpa_mask, is_causal=is_causal, enable_gqa=enable_gqa
-        )
+    given = dict(is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+    sdpa = functools.partial(F.scaled_dot_product_attention, q, k_of_q, v_of_q, sdpa_mask, **given)
+    scale = q.shape[3] ** -0.5
 
     def sage(candidate):
         if shape.trains:
@@ -286,8 +283,6 @@ def _elapsed(run: Callable) -> float:
     end.synchronize()
     return begin.elapsed_time(end)
 
-
-# -- families ----
 
 # B, H_q, H_kv, N_q, N_kv. Few and many tiles, short and long, several heads to one of k and v,
 # fewer keys than queries, an odd length: what the coefficients of `cost.Features` can be told apart

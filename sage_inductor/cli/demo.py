@@ -147,10 +147,9 @@ def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
 
     def step(what: str, run) -> None:
         progress.step(what)
-        with torch.no_grad():
-            outputs[what] = run()
+        outputs[what] = run()
 
-    with Progress(4 if on_gpu else 3) as progress:
+    with torch.no_grad(), Progress(4 if on_gpu else 3) as progress:
         step("exact attention, float32", lambda: model32(latents, times))
         if on_gpu:
             step("SDPA", lambda: model(*inputs))
