@@ -263,10 +263,9 @@ def _check_alone(name: str, model: nn.Module) -> None:
     """Raise RuntimeError in a block that measures calls of the model already."""
     around = {part for each in _open for part in each.modules()}
     if model in around or not set(_open).isdisjoint(model.modules()):
-        raise RuntimeError(
-            f"{name}: a block of diagnosing is open that measures this {type(model).__name__}, a "
-            "part of it or a model around it: that block must end first"
-        )
+        what = f"this {type(model).__name__}, a part of it or a model around it"
+        opened = f"{name}: a block of diagnosing is open that measures {what}"
+        raise RuntimeError(f"{opened}: that block must end first")
 
 
 def _measuring(

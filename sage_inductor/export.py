@@ -47,16 +47,12 @@ def rewrite(
     that needs Python to run, or was rewritten by a version whose recipes mean something else.
     """
     if not isinstance(exported_program, torch.export.ExportedProgram):
-        raise TypeError(
-            "rewrite takes a program, what torch.export.export(model, inputs) returns, got "
-            f"{type(exported_program).__name__}"
-        )
+        what = "rewrite takes a program, what torch.export.export(model, inputs) returns"
+        raise TypeError(f"{what}, got {type(exported_program).__name__}")
     ours, theirs = split(options or {})
     if theirs or "mode" in ours:
-        raise SageOptionError(
-            f"rewrite takes sage.* options, got {sorted(options)}: give Inductor's to "
-            "aoti_compile_and_package(inductor_configs=...)"
-        )
+        what = f"rewrite takes sage.* options, got {sorted(options)}: give Inductor's to "
+        raise SageOptionError(what + "aoti_compile_and_package(inductor_configs=...)")
     settings = resolve(ours, portable=True, stage=stages.current())
     gm = exported_program.graph_module
     for node in _nodes(gm):
@@ -111,15 +107,13 @@ def _renew(node: torch.fx.Node) -> None:
 def _check_travels(gm: torch.fx.GraphModule) -> None:
     """Raise ValueError if an op is left that no package can hold: the rewrite inserts none, but
     the model may call one, or have been through a pass that did."""
+    what = "rewrite: every sage op must be portable to travel in a package"
     for node in _nodes(gm):
         portable = node.target not in OPAQUE
         if node.target in PORTABLE_IF_ASKED:
             portable = by_schema(node, node.target)["portable"]
         if not portable:
-            raise ValueError(
-                f"rewrite: every sage op must be portable to travel in a package, got "
-                f"`{node.name}`, a call of {node.target} that is not"
-            )
+            raise ValueError(f"{what}, got `{node.name}`, a call of {node.target} that is not")
 
 
 def aoti_compile_and_package(

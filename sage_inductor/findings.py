@@ -1,8 +1,5 @@
 """What is found of attention calls, for people: a row for calls that are equal but for the numbers
-in their module's path, errors by recipe, and what to do about calls that stay.
-
-report.py, diagnose.py and gradient_noise.py say which columns their tables have.
-"""
+in their module's path, errors by recipe, and what to do about calls that stay."""
 
 import collections
 import dataclasses
@@ -44,9 +41,8 @@ class Report(Sequence):
         return len(self._sites)
 
     def __getitem__(self, index):
-        if isinstance(index, slice):
-            return Report(self._sites[index])
-        return self._sites[index][1]
+        found = self._sites[index]
+        return Report(found) if isinstance(index, slice) else found[1]
 
     @property
     def rewritten(self) -> list[Site]:
@@ -254,7 +250,6 @@ class Findings:
         return ["", table, *others, told] if rows else []
 
     def _not_measured(self) -> list[str]:
-        """Lines."""
         groups = grouped(self.unmeasured, path_of, lambda site: (site.spelling, site.reason))
         return [f"{where} x{len(of)} ({of[0].spelling}): {of[0].reason}" for where, of in groups]
 

@@ -4,9 +4,6 @@ Before each attention call that ``sage::sdpa`` can stand for, a probe gets the c
 and mask, and computes what exact attention gives and what each recipe does: no recipe's error
 reaches the next call.
 
-What is kept is numbers: a `Row` for each call, recipe and stage. What is computed at one time is a
-part of the heads: see MAX_SCORES.
-
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
 
@@ -56,9 +53,7 @@ class Row(Finding):
     worst_row: tuple[int, int, int, float]  # batch, head, row, its relative L1
     predicted: Prediction | None = None  # its time and SDPA's, where such calls were timed
 
-    @property
-    def number(self) -> float:
-        return self.relative_l1
+    number = property(lambda self: self.relative_l1)
 
     @property
     def cells(self) -> tuple:

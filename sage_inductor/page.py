@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -47,13 +48,10 @@ class Table(NamedTuple):
 
 def write(path: str | os.PathLike, title: str, *parts: str) -> None:
     """A document of `parts`, which are HTML. Raises OSError if it cannot be written."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(
-            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-            f"</title><style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>\n"
-            + "\n".join(parts)
-            + f"\n<script>{_SCRIPT}</script></body></html>\n"
-        )
+    head = f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+    head += f"<style>{_STYLE}</style></head>\n<body><h1>{escape(title)}</h1>"
+    end = f"<script>{_SCRIPT}</script></body></html>\n"
+    Path(path).write_text("\n".join(["<!DOCTYPE html>", head, *parts, end]), encoding="utf-8")
 
 
 def paragraph(text: str, tag: str = "p") -> str:

@@ -27,6 +27,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,8 +155,7 @@ class Policy:
     def load(cls, path: str | os.PathLike) -> "Policy":
         """The policy in a file. Raises ValueError, ``file:line: reason``, if there is none."""
         try:
-            with open(path, "rb") as file:
-                text = file.read().decode()
+            text = Path(path).read_bytes().decode()
             whole = json.loads(text, object_pairs_hook=_Object)
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
@@ -174,8 +174,7 @@ class Policy:
     def save(self, path: str | os.PathLike, note=None) -> None:
         """Write the file that `load` reads, with a `note`: any JSON. Raises OSError if it cannot be
         written."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.text(note))
+        Path(path).write_text(self.text(note), encoding="utf-8")
 
     def text(self, note=None) -> str:
         """What `save` writes: a line for each rule."""

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import operator
 from typing import NamedTuple
 
 from sage_inductor.choose.cost import fastest
@@ -44,25 +45,21 @@ def suggested(calls: list[Found], tolerance: float) -> dict[str | None, dict[str
 def totals(calls: list[Found], by_stage: dict[str | None, dict]) -> dict[str, Total]:
     """Diagnosis.totals. A policy takes a recipe only where that is predicted to be faster."""
     found = collections.defaultdict(lambda: Total(0.0, 0.0, 0.0))
-
-    def add(name: str, error: float, ms: float, sdpa_ms: float) -> None:
-        worst, *times = found[name]
-        found[name] = Total(max(worst, error), times[0] + ms, times[1] + sdpa_ms)
-
     for call in calls:
         for stage, errors in call.errors.items():
             times = call.times.get(stage, {})
             sdpa_ms = next((each.sdpa for each in times.values()), 0.0)
             ms = {name: (each.ours, each.sdpa) for name, each in times.items()}
             ms[SDPA] = sdpa_ms, sdpa_ms
-            for name, error in errors.items():
-                add(name, error, *ms.get(name, (0.0, 0.0)))
             recipe = by_stage[stage][call.site.module]
             names = {AUTO: call.autos, OFF: (SDPA,)}.get(recipe, (recipe,))
             known = [times[name] for name in names if name in times]
             best = fastest(known) if known else None
             taken = best.recipe if best is not None and best.wins else SDPA
-            add(POLICY, max(errors[name] for name in names), *ms[taken])
+            ms[POLICY], of_policy = ms[taken], max(errors[name] for name in names)
+            for name, error in [*errors.items(), (POLICY, of_policy)]:
+                (worst, *times), more = found[name], ms.get(name, (0.0, 0.0))
+                found[name] = Total(max(worst, error), *map(operator.add, times, more))
     return dict(found)
 
 

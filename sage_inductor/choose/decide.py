@@ -155,9 +155,7 @@ def _trained(call: Call, shape: CallShape, settings: Settings, training: str) ->
     is_auto = training == AUTO
     by = FP8_BACKWARD if is_auto else training
     reason = eligible.why_not_trained(call, by, shape.capability)
-    if reason is None and is_auto:
-        reason = eligible.why_not_by_itself(call)
-    if reason:
+    if reason or is_auto and (reason := eligible.why_not_by_itself(call)):
         return Decision(None, reason)
     if not is_auto:
         return Decision(None, "asked for, forward and backward", trained_by=by)
@@ -227,9 +225,8 @@ def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase
     data, and for calls that none of SDPA's backends computes (flex_attention's windows and block
     lists, bands at the bottom right)."""
     timed, band = shape.hinted(), dataclasses.replace(shape.band, bottom_right=False)
-    if timed is None or shape.kind in ("flex window", "blocks"):
-        return None
-    if shape.band.bottom_right and timed.q[2] != timed.k[2]:
+    shifted = timed and shape.band.bottom_right and timed.q[2] != timed.k[2]
+    if timed is None or shifted or shape.kind in ("flex window", "blocks"):
         return None
     if not shape.trains and all(stacks(call, recipes.NAMED[name]) for name in names):
         timed = timed._replace(k=(1, *timed.k[1:]), v=(1, *timed.v[1:]))
@@ -239,13 +236,13 @@ def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase
 
 
 def _ranked(best: Prediction, reason: Reason | str) -> Decision:
-    """The fastest recipe, if it beats SDPA, by times that were measured or predicted."""
+    """The fastest of the recipes, if it beats SDPA."""
     name, tile = (best.recipe, best.warpgroups) if best.wins else (None, None)
     return Decision(name, reason, tile, times=best[1:3])
 
 
 def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Decision:
-    """The fastest of the case's candidates by the times `found`, if it beats SDPA."""
+    """As `_fastest`, by the times `found` of the case."""
     is_dynamic = any(isinstance(n, torch.SymInt) for n in (*shape.q, *shape.k))
     what = "autotuned" + f" at {[*case.shape.q]}" * is_dynamic
     times = {each: ms for each, ms in found.items() if not isinstance(ms, str)}

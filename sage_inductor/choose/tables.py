@@ -7,8 +7,7 @@ There are three sources:
     the first call of a new family   is measured while it compiles (timing.py), some seconds, and
                                      kept in the user's cache; never with config.calibrate = False
 
-Two GPUs of one compute capability may differ, so a table is a GPU's own. Two that were seen to
-be alike share one (ALIKE).
+Two GPUs of one compute capability may differ, so a table is a GPU's own (but see ALIKE).
 """
 
 import contextlib

@@ -371,8 +371,7 @@ def _calibrated(device: torch.device, family: Family, recipe: str) -> dict:
     gpu = tables.gpu_name(device)
     with tables.locked(gpu):
         tables.forget()  # another process may have measured it meanwhile
-        table = tables.with_times(gpu, family, recipe)
-        if table is not None:
+        if table := tables.with_times(gpu, family, recipe):
             found = table.find(family, recipe)
             return Table(gpu, table.device, {found: table.families[found]}).to_json()
         _log.warning(

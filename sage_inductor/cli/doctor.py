@@ -119,10 +119,8 @@ def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> 
     if lost := tiles.hopper_unavailable(gpus.capability(device)) or _by_python():
         return f"SLOWER THAN IT COULD BE: {some}, but {lost}"
     if not auto_rewrites:
-        return (
-            f'NOT MEASURED: {some}, but "auto" rewrites nothing until '
-            "`python -m sage_inductor tune` has found from which lengths it is faster"
-        )
+        until = "`python -m sage_inductor tune` has found from which lengths it is faster"
+        return f'NOT MEASURED: {some}, but "auto" rewrites nothing until {until}'
     return f'READY: {some}, and "auto" rewrites the calls that are measured to be faster'
 
 
