@@ -264,7 +264,7 @@ class Findings:
     def _without_rows(self) -> str:
         """The end of the verdict."""
         n = len(self.unmeasured)
-        return f"; not measured: {number_of(n, 'call')}" if n else ""
+        return f"; not measured: {number_of(n, 'call')}" * (n > 0)
 
 
 def _calls_of(rows: list[Finding]) -> int:

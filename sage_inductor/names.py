@@ -73,3 +73,7 @@ def nearest(text: str, valid) -> str | None:
     begun = [each for each in of_lower if text and each.startswith(text)]
     near = sorted(begun, key=len) or difflib.get_close_matches(text, of_lower, n=1)
     return of_lower[near[0]] if near else None
+
+
+def is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and minimum <= x <= maximum

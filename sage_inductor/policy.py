@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from sage_inductor import names, stages
-from sage_inductor.names import RecipeOption, TrainingOption
+from sage_inductor.names import RecipeOption, TrainingOption, is_integer
 from sage_inductor.ops import compat
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.notes import warn_once
@@ -328,7 +328,7 @@ def _rules(whole) -> tuple[Rule, ...]:
     _check_keys(whole, ("version", "rules", "note"), ("version", "rules"))
     version, rules, found = whole["version"], whole["rules"], []
     with _at("version"):
-        _must(_is_integer(version, 1, VERSION), f"version must be {VERSION}", version)
+        _must(is_integer(version, 1, VERSION), f"version must be {VERSION}", version)
     with _at("rules"):
         _must(isinstance(rules, (list, tuple)), "rules must be a list", rules)
     for i, rule in enumerate(rules):
@@ -371,13 +371,13 @@ def _field(name: str, value):
         return value
     several = value if isinstance(value, (list, tuple)) else [value]
     if name == "head_dim":
-        valid = several and all(_is_integer(x, 1, HEAD_DIMS[-1]) for x in several)
+        valid = several and all(is_integer(x, 1, HEAD_DIMS[-1]) for x in several)
         _must(valid, f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such", value)
         return tuple(several)
     minimum, one = (0, "a number or ") if name == "layer" else (1, "")
-    if one and _is_integer(value, minimum):
+    if one and is_integer(value, minimum):
         return value, value
-    valid = len(several) == 2 and all(x is None or _is_integer(x, minimum) for x in several)
+    valid = len(several) == 2 and all(x is None or is_integer(x, minimum) for x in several)
     _must(valid, f"{name} must be {one}[from, to], numbers from {minimum} on or null", value)
     is_empty = None not in value and value[0] > value[1]
     _must(not is_empty, f"{name} must not be an empty range", value)
@@ -388,8 +388,8 @@ def _keep(value) -> Selection:
     fields = value if isinstance(value, dict) else {"top_k": value}
     _check_keys(fields, Selection._fields, ())
     keep = Selection(**fields)
-    valid = all(_is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in keep[:3])
-    valid = valid and keep[:2] != (0, 0) and all(_is_integer(x, 0) for x in keep[3:])
+    valid = all(is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in keep[:3])
+    valid = valid and keep[:2] != (0, 0) and all(is_integer(x, 0) for x in keep[3:])
     what = f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
     _must(valid, what + "fractions, the first two not both 0, and two numbers of tokens", value)
     return keep
@@ -405,10 +405,6 @@ def _check_keys(given: dict, valid: tuple[str, ...], needed: tuple[str, ...]) ->
     for name in needed:
         if name not in given:
             raise ValueError(f"{name} is missing")
-
-
-def _is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and minimum <= x <= maximum
 
 
 class _Object(dict):

@@ -18,7 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 
-from sage_inductor.names import nearest
+from sage_inductor.names import is_integer, nearest
 from sage_inductor.session import session
 
 _log = logging.getLogger("sage_inductor")
@@ -115,7 +115,7 @@ class Schedule:
     def __init__(self, **stages: tuple[int, int]):
         for name, ends in stages.items():
             is_pair = isinstance(ends, (tuple, list)) and len(ends) == 2
-            if not (is_pair and all(map(_is_count, ends))):
+            if not (is_pair and all(is_integer(x, 0) for x in ends)):
                 what = "must be (first steps, last steps), two numbers from 0 on"
                 raise ValueError(f"Schedule: {name} {what}, got {ends!r}")
         self.stages = stages
@@ -149,7 +149,7 @@ class Schedule:
     def __call__(self, pipe, step: int, timestep, callback_kwargs: dict) -> dict:
         """As ``callback_on_step_end``: the stage of the next step begins."""
         steps = getattr(pipe, "num_timesteps", None)
-        if not _is_count(steps):
+        if not is_integer(steps, 0):
             what = f"{type(pipe).__name__}.num_timesteps must be the number of steps"
             raise ValueError(f"Schedule: {what}, got {steps!r}")
         was, expected = current(), self.of(step, steps)
@@ -160,7 +160,3 @@ class Schedule:
             )  # fmt: skip
         self._begin(self.of(step + 1 if step + 1 < steps else 0, steps))
         return callback_kwargs
-
-
-def _is_count(x) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 0

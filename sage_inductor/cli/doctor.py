@@ -64,10 +64,8 @@ def doctor(verbose: bool = False) -> int:
     if untested():
         print(untested())
     print('backend="sage":', "registered" if registered else "NOT registered: install the package")
-    if not devices:
-        print("no CUDA device: attention stays SDPA; what follows is the recipes' emulation")
-    else:
-        print(_by_python() or "C++ submits the calls of compiled models")
+    without = "no CUDA device: attention stays SDPA; what follows is the recipes' emulation"
+    print((_by_python() or "C++ submits the calls of compiled models") if devices else without)
     for device in probes:
         print(f"\n{_name(device)}")
         print(f"  SDPA runs {sdpa_backend(device)}")
