@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sage_inductor.ops.formats import TRAINED_HEAD_DIM
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.register import autocast
+from sage_inductor.ops.register import OPAQUE, autocast, launches
 from sage_inductor.ops.sdpa import SdpaCall, check
 
 _CHECKED_AS = NAMED["sage1"].encode()
@@ -34,10 +34,16 @@ def training_op(training: str):
     return getattr(torch.ops.sage, OPS[training]).default
 
 
-def register_gradient(name: str, op, backward, keep: Callable[..., tuple[tuple, tuple]]) -> None:
+def register_gradient(
+    name: str, op, backward, keep: Callable[..., tuple[tuple, tuple]], *launched: Callable
+) -> None:
     """Make `backward` the gradient of `op`, whose first output alone has one. It is called with the
     gradient of that output, tensors among op's arguments, all of op's outputs and numbers:
-    keep(*arguments) gives these tensors and numbers."""
+    keep(*arguments) gives these tensors and numbers. launched: what op and backward launch."""
+    for of, launch in zip((name, f"{name}_backward"), launched, strict=True):
+        overload = getattr(torch.ops.sage, of).default
+        launches(overload, launch)
+        OPAQUE.add(overload)
 
     def save(ctx, inputs, output) -> None:
         tensors, ctx.numbers = keep(*inputs)

@@ -39,7 +39,6 @@ from sage_inductor.ops.formats import TRAINING_BLOCK
 from sage_inductor.ops.launch import run
 from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
-from sage_inductor.ops.register import OPAQUE, launches
 from sage_inductor.ops.training.gradients import check_trained, register_gradient
 from sage_inductor.ops.training.kernels import empty_codes
 
@@ -144,7 +143,4 @@ def _keep(q, k, v, is_causal, scale, out_bnhd):
     return (), (k.shape[2], scale, out_bnhd)
 
 
-register_gradient("rowscaled", rowscaled, rowscaled_backward, _keep)
-launches(torch.ops.sage.rowscaled.default, _launch)
-launches(torch.ops.sage.rowscaled_backward.default, _launch_backward)
-OPAQUE.update((torch.ops.sage.rowscaled.default, torch.ops.sage.rowscaled_backward.default))
+register_gradient("rowscaled", rowscaled, rowscaled_backward, _keep, _launch, _launch_backward)

@@ -27,7 +27,6 @@ from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
-from sage_inductor.ops.register import OPAQUE, launches
 from sage_inductor.ops.training.gradients import check_trained, register_gradient
 from sage_inductor.ops.training.kernels import (
     empty_codes,
@@ -124,7 +123,4 @@ def _keep(q, k, v, *numbers):
     return (v,), numbers
 
 
-register_gradient("sagebwd", sagebwd, sagebwd_backward, _keep)
-launches(torch.ops.sage.sagebwd.default, _launch)
-launches(torch.ops.sage.sagebwd_backward.default, _launch_backward)
-OPAQUE.update((torch.ops.sage.sagebwd.default, torch.ops.sage.sagebwd_backward.default))
+register_gradient("sagebwd", sagebwd, sagebwd_backward, _keep, _launch, _launch_backward)

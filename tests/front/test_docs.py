@@ -431,7 +431,9 @@ def test_the_library_is_written_in_plain_words():
         assert not REFUSED.findall(text), (file, REFUSED.findall(text))
 
 
-@pytest.mark.parametrize("text", ['"""Of a row."""', "x = 1\n    # Of rows, 3", "A row. Of two, one"])
+@pytest.mark.parametrize(
+    "text", ['"""Of a row."""', "x = 1\n    # Of rows, 3", "A row. Of two, one"]
+)
 def test_a_sentence_that_opens_with_of_is_found(text):
     assert OPENING.search(text) and not OPENING.search(text.replace("Of", "For"))
 
