@@ -79,7 +79,7 @@ class Report(Sequence):
         return "; ".join(text)
 
     def __str__(self):
-        lines = ["", self._table(self._groups()).text(3)] if self else []
+        lines = ["", self._of_groups().text(3)] if self else []
         lines += ["", *advice] if (advice := remedies(self.refused)) else []
         return "\n".join([self.verdict, *lines, *self._notes])
 
@@ -88,7 +88,8 @@ class Report(Sequence):
 
     def _repr_html_(self):
         after = map(page.paragraph, [*remedies(self.refused), *self._notes])
-        return "\n".join([page.paragraph(self.verdict), self._html(), *after])
+        table = self._of_groups().html() if self else ""
+        return "\n".join([page.paragraph(self.verdict), table, *after])
 
     def to_dicts(self) -> list[dict]:
         """A dict for each call, which JSON can hold: graph, module, call (the node's name),
@@ -100,9 +101,9 @@ class Report(Sequence):
         with its preparation, and of SDPA. They are None where no times decided."""
         names = "module call spelling q k dtype mask device stage recipe".split()
         return [
-            {"graph": graph}
-            | {name: getattr(site, name) for name in names}
-            | {
+            {
+                "graph": graph,
+                **{name: getattr(site, name) for name in names},
                 "q": list(site.q),
                 "k": list(site.k),
                 "keep": site.decision.selection and site.decision.selection.given(),
@@ -121,20 +122,18 @@ class Report(Sequence):
         parts = [*map(page.paragraph, [self.verdict, *remedies(self.refused)])]
         if self:
             every = self._table([[call] for call in self._sites], "count").html()
-            parts += [self._html(), page.folded("every call", every)]
+            parts += [self._of_groups().html(), page.folded("every call", every)]
         parts += [*map(page.paragraph, self._notes), made_with(self)]
         page.write(path, "sage_inductor: attention calls", *parts)
 
-    def _html(self) -> str:
-        return self._table(self._groups()).html() if self else ""
-
-    def _groups(self) -> list[list[tuple[str, Site]]]:
-        """The calls that a row shows, with their graphs."""
+    def _of_groups(self) -> page.Table:
+        """A row for calls that are equal but for the numbers in their module's path."""
 
         def same(call: tuple[str, Site]) -> list[str]:
             return [of_any_layer(page.plain(cell, 3)) for cell in _cells([call])[4:]]
 
-        return [group for _, group in grouped(self._sites, lambda call: _module(call[1]), same)]
+        groups = grouped(self._sites, lambda call: _cells([call])[1], same)
+        return self._table([calls for _, calls in groups])
 
     def _table(self, groups: list[list[tuple[str, Site]]], *without: str) -> page.Table:
         """Without columns that say nothing: of one graph, of a k that is as q in every call, and
@@ -151,7 +150,8 @@ class Report(Sequence):
 
 def _cells(calls: list[tuple[str, Site]]) -> tuple[page.Cell, ...]:
     """The row of equal calls. Its modules are folded: a page's filter finds each of them."""
-    graphs, modules = dict.fromkeys(graph for graph, _ in calls), [_module(x) for _, x in calls]
+    graphs = dict.fromkeys(graph for graph, _ in calls)
+    modules = [site.module or '""' for _, site in calls]  # as a policy says it
     module, each, site = glob(modules), ", ".join(dict.fromkeys(modules)), calls[0][1]
     q, k = (str(list(x)).replace("'", "") for x in (site.q, site.k))
     return (
@@ -175,11 +175,6 @@ def _verdict(sites: list[Site]) -> tuple[str, list[str]]:
 def of_any_layer(text: str) -> str:
     """A reason may name nodes of its layer: the scores `softmax_3`."""
     return re.sub(r"_\d+`", "`", text)
-
-
-def _module(site: Site) -> str:
-    """As a policy says it."""
-    return site.module or '""'
 
 
 # -- errors by recipe ----
@@ -366,12 +361,9 @@ def numbers(paths: list[str]) -> str:
 
 
 def _ranges(numbers: set[int]) -> str:
-    runs: list[list[int]] = []
-    for n in sorted(numbers):
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    if len(runs) > MOST_RANGES:
-        return f"{len(numbers)} of {runs[0][0]}-{runs[-1][1]}"
+    firsts = sorted(n for n in numbers if n - 1 not in numbers)
+    if len(firsts) > MOST_RANGES:
+        return f"{len(numbers)} of {min(numbers)}-{max(numbers)}"
+    lasts = sorted(n for n in numbers if n + 1 not in numbers)
+    runs = zip(firsts, lasts, strict=True)
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -35,11 +35,10 @@ from torch import Tensor, nn
 from sage_inductor.backend import inputs_later, op_by_op
 from sage_inductor.choose.decide import decide
 from sage_inductor.findings import Finding, Findings, keep_worst, number_of
-from sage_inductor.measure import MAX_SCORES, SDPA, call_progress
+from sage_inductor.measure import MAX_SCORES, SDPA, STUDY, call_progress
 from sage_inductor.names import some_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
-from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.eligible import is_causal
@@ -218,18 +217,17 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 # -- what is kept of a run ----
 
 
-def _settings(recipe: str) -> Settings:
-    return Settings(emulate=True, force=True, training=recipe)
+def _decided(call: Call, recipe: str) -> Decision:
+    return decide(call, dataclasses.replace(STUDY, training=recipe))
 
 
 def _trainable(call: Call, recipes: tuple[str, ...]) -> Decision:
     """The first recipe that takes the call, or why none does."""
     if isinstance(call.out, Tensor) and not call.out.requires_grad:
         return Decision(None, reasons.NO_GRADIENT())
-    found = [decide(call, _settings(recipe)) for recipe in recipes]
-    taken = (each for each in found if each.trained_by is not None)
-    refused = dict.fromkeys(each.reason for each in found)
-    return next(taken, None) or Decision(None, reasons.joined([*refused]))
+    found = [_decided(call, recipe) for recipe in recipes]
+    refused = Decision(None, reasons.joined([*dict.fromkeys(each.reason for each in found)]))
+    return next((each for each in found if each.trained_by), refused)
 
 
 class _KeptRun(NamedTuple):
@@ -245,7 +243,7 @@ class _GradientProbe:
     """Stands for an attention call: computes it as SDPA does, and keeps what it was given."""
 
     def __init__(self, call: Call, site: Site, recipes: tuple[str, ...]):
-        self.recipes = [r for r in recipes if decide(call, _settings(r)).trained_by is not None]
+        self.recipes = [name for name in recipes if _decided(call, name).trained_by]
         self.site, self.is_causal, self.scale = site, is_causal(call), call.scale
         self.runs: list[_KeptRun] | None = []
         self.rows: dict[str, GradientRow] = {}  # by recipe

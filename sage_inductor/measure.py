@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sage_inductor import stages
 from sage_inductor.choose.candidates import auto_recipes
-from sage_inductor.choose.cost import Prediction
+from sage_inductor.choose.cost import SHORTEST, Prediction
 from sage_inductor.choose.decide import decide, predicted
 from sage_inductor.findings import Finding, badness, keep_worst
 from sage_inductor.ops.recipe import NAMED
@@ -174,8 +174,10 @@ class ErrorProbe:
         mask = None if attn_mask is None else tuple(attn_mask.shape)
         shape = self.shape._replace(**sizes, mask=mask)
         errors = errors_of(q, k, v, attn_mask, self.shape.band, scale, (SDPA, *self.recipes))
+        is_timed = min(shape.lengths) >= SHORTEST
         for name, error in errors.items():
-            time = None if name == SDPA else predicted(shape, name, name in self.stacked)
+            timed = is_timed and name != SDPA
+            time = predicted(shape, name, name in self.stacked) if timed else None
             self.found.add(Row(site, name, *error, time))
         self.done()
 

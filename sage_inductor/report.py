@@ -98,10 +98,9 @@ def _warn_if_all_stay() -> None:
         causes[site.why.cause].append(site)
     for cause, sites in causes.items():
         with _lock:
-            known = cause in _warned_of
+            if cause in _warned_of:
+                continue
             _warned_of.add(cause)
-        if known:
-            continue
         some = "" if len(sites) == len(found) else f" ({number_of(len(sites), 'call')})"
         log.warning(
             "sage_inductor: 0 of %d attention calls use sage on %s: %s%s; %s", len(found),
@@ -127,13 +126,9 @@ def whole(
 
 
 def raise_if_refused(sites: list[Site]) -> None:
-    refused = not_requested(sites)
-    if refused:
+    if refused := not_requested(sites):
         groups = grouped(refused, path_of, lambda site: [of_any_layer(site.reason)])
-        calls = "; ".join(
-            f"{where}{f' x{len(of)}' if len(of) > 1 else ''}: {of[0].reason}"
-            for where, of in groups
-        )
+        lines = (f"{x}{f' x{len(of)}' * (len(of) > 1)}: {of[0].reason}" for x, of in groups)
         were = "stays as it was" if len(refused) == 1 else "stay as they were"
         total = number_of(len(refused), "attention call")
-        raise SageRefused(f"sage.strict: {total} {were}: {calls}")
+        raise SageRefused(f"sage.strict: {total} {were}: {'; '.join(lines)}")

@@ -146,7 +146,7 @@ class Schedule:
         return f"Schedule({', '.join(f'{name}={ends}' for name, ends in self.stages.items())})"
 
     def of(self, step: int, steps: int) -> str | None:
-        """The stage of a step, of so many."""
+        """The stage of a step among all steps."""
         for name, (first, last) in self.stages.items():
             if step < first or step >= steps - last:
                 return name

@@ -1,7 +1,7 @@
 """How long a call takes: a model of every recipe and of SDPA's backends, fitted to measurements.
 
 Attention kernels deal row tiles to the GPU's processors; a tile takes as long as the keys it sees
-are many. Of a call's sizes that gives twelve numbers (`Features`), and a time is their sum, each
+are many. A call's sizes give twelve numbers (`Features`), and a time is their sum, each
 times a coefficient of its own that is not negative. The coefficients are fitted to times measured
 on that GPU (families.py has those), by least squares of the relative error.
 
@@ -25,7 +25,7 @@ MIN_SPEEDUP = 1.02  # faster by more than the spread of the medians
 # Kinds of calls: without a mask ("full", "causal", "window": a band), with one row for all queries
 # ("keys": padding), with a bool ("mask") or an additive ("bias") one. A window that flex_attention
 # computes is not SDPA's with a mask, and nothing here times it.
-# Of those that train, forward and backward are one time: kind -> that of the attention.
+# If they train, forward and backward are one time: kind -> that of the attention.
 TRAINED = {f"{kind}-training": kind for kind in ("full", "causal")}
 TIMED = ("full", "causal", "window", "keys", "mask", "bias", *TRAINED)
 KINDS = (*TIMED, "flex window")
@@ -176,7 +176,7 @@ def _seen(N_q: int, N_kv: int, left: int | None, right: int | None, rows: int) -
 
 
 def _last_shared(tiles: int, keys: int, processors: int) -> int | None:
-    """Keys that the busiest processor computes where each tile has so many. None: none is cut."""
+    """Keys that the busiest processor computes where each tile has `keys`. None: none is cut."""
     found = schedule(tiles, keys // KEYS, processors)
     if found is None:
         return None
@@ -201,7 +201,7 @@ def _flash_pieces(tiles: int, N_kv: int, processors: int) -> int:
         rounds = tiles * pieces / at_once
         return rounds / math.ceil(rounds)
 
-    # Of numbers with which the longest piece has as many blocks, the least.
+    # The least of the numbers with which the longest piece has as many blocks.
     counts = range(1, min(128, at_once, blocks) + 1)
     counts = [n for n in counts if n == 1 or -(-blocks // n) < -(-blocks // (n - 1))]
     enough = 0.85 * max(map(busy, counts))
@@ -317,7 +317,7 @@ def _subsets(width: int) -> torch.Tensor:
 
 def _nonnegative(relative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """x >= 0 that minimises |relative x - target|: the best least-squares solution of any subset of
-    the columns that has no negative number. Of ten columns those are 1,023, solved at once."""
+    the columns that has no negative number. Ten columns have 1,023 subsets, solved at once."""
     subsets = _subsets(relative.shape[1])
     square = relative.mT @ relative * subsets[:, :, None] * subsets[:, None, :]
     x = torch.linalg.pinv(square, hermitian=True) @ ((target @ relative) * subsets)[:, :, None]
@@ -331,7 +331,7 @@ def _nonnegative(relative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class Prediction(NamedTuple):
-    """Of one call: ms of a recipe, with its preparation, and of the fastest of SDPA's backends."""
+    """One call's ms by a recipe, with its preparation, and by the fastest of SDPA's backends."""
 
     recipe: str
     ours: float

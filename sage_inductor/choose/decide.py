@@ -13,7 +13,6 @@ settings' recipe.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import torch
 import triton
@@ -77,20 +76,17 @@ def decide(call: Call, settings: Settings) -> Decision:
     wanted, training, selection, rule = _request(call, shape, settings)
     if wanted == OFF:
         return Decision(None, reasons.POLICY_OFF(rule) if rule else reasons.IS_OFF())
-    call, kept = dataclasses.replace(call, selection=selection), ""
+    call = dataclasses.replace(call, selection=selection)
     if training != OFF and call.out.requires_grad and not settings.portable:
         return _trained(call, shape._replace(trains=True), settings, training)
     shape = shape._replace(block_size=call.block_size)
-    if selection is not None and (reason := why_not_selected(call)):
-        found = Decision(None, reason)
-    else:
-        found = _recipe(call, shape, settings, wanted)
-        kept = f"; keep {selection.given()}" if selection is not None else ""
-    of_rule = f" ({rule} of the policy)" if rule else ""
-    recipe, reason = found.recipe, found.reason + kept + of_rule
+    unselected = why_not_selected(call) if selection is not None else None
+    found = Decision(None, unselected) if unselected else _recipe(call, shape, settings, wanted)
+    kept = f"; keep {selection.given()}" if selection is not None and not unselected else ""
+    reason = found.reason + kept + (f" ({rule} of the policy)" if rule else "")
+    recipe = found.recipe
     if recipe is None:
-        unrepeats = _gains_unrepeated(call, shape)
-        if unrepeats:
+        if unrepeats := _gains_unrepeated(call, shape):
             reason = reasons.UNREPEATED(shape.k[1], shape.q[1], reason)
         return found._replace(reason=reason, unrepeats=unrepeats)
     if settings.portable and (refused := _of_one_block(call, recipe)):
@@ -141,13 +137,12 @@ def _request(
         )  # fmt: skip
         wanted, rule, selection = ask(settings.policy, described), "the function", None
     else:
-        D, reaches = as_int(shape.q[3]), lambda n: _at_least(shape.q[2], n, settings)
+        given = module, as_int(shape.q[3]), lambda n: _at_least(shape.q[2], n, settings)
         rules = enumerate(settings.policy, 1)
-        fits = (each for each in rules if each[1].fits(module, D, reaches, settings.stage))
-        number, found = next(fits, (0, None))
+        fitting = (each for each in rules if each[1].fits(*given, settings.stage))
+        number, found = next(fitting, (0, None))
         wanted, rule, selection = found and found.recipe, f"rule {number}", found and found.keep
-        if found is not None and found.training is not None:
-            training = found.training
+        training = found and found.training or training
     if training == AUTO and (settings.emulate or settings.force):
         training = OFF  # "auto" is about speed
     if wanted is None:
@@ -236,49 +231,40 @@ def _of_one_block(call: Call, recipe: str) -> Reason | None:
 def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]) -> Decision:
     """The fastest of the recipes, of which the first mostly is, if it is faster than SDPA: as timed
     here and now, or as predicted."""
-    if settings.benchmark and not settings.portable:
-        case = _case(call, shape, names)
-        if case is not None:
-            return _timed(shape, case, settings.benchmark(case))
+    case = _case(call, shape, names) if settings.benchmark and not settings.portable else None
+    if case is not None:
+        return _timed(shape, case, settings.benchmark(case))
     if shape.kind == "blocks":
         return _by_lists(shape, settings, names[0])
     return _predicted(call, shape, settings, names)
-
-
-def predicted(shape: CallShape, recipe: str, stacked: bool) -> Prediction | None:
-    """How long a call of these sizes, which are numbers, takes on its device or, on CPU, on the GPU
-    whose times are built in. None where no such calls were timed. stacked: as Table.predict's."""
-    if min(shape.lengths) < cost.SHORTEST:
-        return None
-    gpu, family = tables.whose_times(shape.device), Family(shape.q[3], shape.v[3], shape.kind)
-    band = shape.band.from_the_top(*shape.lengths)
-    sizes = Sizes(*shape.q[:2], shape.k[1], *shape.lengths, *band)
-    return tables.predict(gpu, family, recipe, sizes, stacked)
 
 
 def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase | None:
     """What is timed in the call's place. None where times are predicted: for a size that depends on
     data, and for calls that none of SDPA's backends computes (flex_attention's windows and block
     lists, bands at the bottom right)."""
-    timed = shape.hinted()
+    timed, band = shape.hinted(), dataclasses.replace(shape.band, bottom_right=False)
     if timed is None or shape.kind in ("flex window", "blocks"):
         return None
-    N_q, N_kv = timed.lengths
-    if shape.band.bottom_right and N_q != N_kv:
+    if shape.band.bottom_right and timed.q[2] != timed.k[2]:
         return None
     if not shape.trains and all(stacks(call, recipes.NAMED[name]) for name in names):
         timed = timed._replace(k=(1, *timed.k[1:]), v=(1, *timed.v[1:]))
-    band = dataclasses.replace(shape.band, bottom_right=False)
     candidates = tuple(each for name in names for each in by_tiles(shape, name))
     timed = timed._replace(band=band, is_flex=False)
     return BenchmarkCase(timed, candidates, families.rivals(), families.flash_attention())
 
 
+def _ranked(best: Prediction, reason: Reason | str) -> Decision:
+    """The fastest recipe, if it beats SDPA, by times that were measured or predicted."""
+    name, tile = (best.recipe, best.warpgroups) if best.wins else (None, None)
+    return Decision(name, reason, tile, times=best[1:3])
+
+
 def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Decision:
     """The fastest of the case's candidates by the times `found`, if it beats SDPA."""
-    dims = (*shape.q, *shape.k)
-    hints = f" at {[*case.shape.q]}" * any(isinstance(n, torch.SymInt) for n in dims)
-    what = f"autotuned{hints}"
+    is_dynamic = any(isinstance(n, torch.SymInt) for n in (*shape.q, *shape.k))
+    what = "autotuned" + f" at {[*case.shape.q]}" * is_dynamic
     times = {each: ms for each, ms in found.items() if not isinstance(ms, str)}
     ours = {each: times.pop(each) for each in case.candidates if each in times}
     failed = (each for each in case.candidates if each not in ours)
@@ -287,28 +273,24 @@ def _timed(shape: CallShape, case: BenchmarkCase, found: timing.Timed) -> Decisi
         missing = "no recipe" if times else "no backend of SDPA"
         return Decision(None, reasons.UNTIMED(what, missing, why))
     sdpa = min(times.values())
-    rows = [Prediction(name, ms, sdpa, 0.0, warpgroups) for (name, warpgroups), ms in ours.items()]
-
-    def lost(best: Prediction) -> Reason:
-        how = "faster" if best.speedup < 1 else "as fast"
-        return reasons.TIMED_SLOWER(what, how, best.speedup, why)
-
-    def won(best: Prediction) -> str:
-        tile = Candidate(best.recipe, best.warpgroups).tile
-        is_torchs = case.flash_attention == families.TORCHS_FLASH
-        flash = "" if is_torchs else f"; SDPA's flash attention is {case.flash_attention}"
-        return f"{what}: {best.speedup:.2f}x the fastest of SDPA{tile and ','}{tile}{why}{flash}"
-
-    return _best(rows, won, lost)
-
-
-def _best(rows: list[Prediction], won: Callable, lost: Callable) -> Decision:
-    """The fastest of the recipes, of which the first mostly is, if it beats SDPA; by times that are
-    measured or predicted. won, lost: the reason of either, for the best."""
-    best = cost.fastest(rows)
+    best = cost.fastest([Prediction(x.recipe, ours[x], sdpa, 0.0, x.warpgroups) for x in ours])
     if not best.wins:
-        return Decision(None, lost(best), times=best[1:3])
-    return Decision(best.recipe, won(best), best.warpgroups, times=best[1:3])
+        how = "faster" if best.speedup < 1 else "as fast"
+        return _ranked(best, reasons.TIMED_SLOWER(what, how, best.speedup, why))
+    tile = Candidate(best.recipe, best.warpgroups).tile
+    is_torchs = case.flash_attention == families.TORCHS_FLASH
+    flash = "" if is_torchs else f"; SDPA's flash attention is {case.flash_attention}"
+    won = f"{what}: {best.speedup:.2f}x the fastest of SDPA{tile and ','}{tile}{why}{flash}"
+    return _ranked(best, won)
+
+
+def predicted(shape: CallShape, recipe: str, stacked: bool) -> Prediction | None:
+    """How long a call of these sizes, which are numbers, takes on its device or, on CPU, on the GPU
+    whose times are built in. None where no such calls were timed. stacked: as Table.predict's."""
+    gpu, family = tables.whose_times(shape.device), Family(shape.q[3], shape.v[3], shape.kind)
+    band = shape.band.from_the_top(*shape.lengths)
+    sizes = Sizes(*shape.q[:2], shape.k[1], *shape.lengths, *band)
+    return tables.predict(gpu, family, recipe, sizes, stacked)
 
 
 def _predicted(
@@ -316,11 +298,9 @@ def _predicted(
 ) -> Decision:
     """As `_fastest`, by the times that are known of this GPU. A dynamic length is guarded, with the
     length from which a recipe wins."""
-    family = Family(specialised(shape.q[3]), specialised(shape.v[3]), shape.kind)
-    gpu, lengths = tables.gpu_name(shape.device), shape.lengths
-
-    def what(name: str) -> str:
-        return f"{name} with {family}, B*H={shape.q[0] * shape.q[1]}"
+    D, D_v, lengths = specialised(shape.q[3]), specialised(shape.v[3]), shape.lengths
+    gpu, family = tables.gpu_name(shape.device), Family(D, D_v, shape.kind)
+    of = f" with {family}, B*H={shape.q[0] * shape.q[1]}"
 
     def timed() -> list[str]:
         return [name for name in names if tables.with_times(gpu, family, name)]
@@ -330,42 +310,43 @@ def _predicted(
     if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
         return Decision(None, reasons.TOO_SHORT(cost.SHORTEST))
     if not known:
-        of = what(names[0]), gpu
+        what = names[0] + of, gpu
         if family.kind == "flex window":
-            return Decision(None, reasons.FLEX_WINDOW(*of))
+            return Decision(None, reasons.FLEX_WINDOW(*what))
         cannot = not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing()
         if cannot or not settings.calibrate:
-            return Decision(None, reasons.NEVER_TUNED(*of))
+            return Decision(None, reasons.NEVER_TUNED(*what))
         # The first mostly is the fastest.
         if error := timing.calibrate(shape.device, family, names[0]):
-            return Decision(None, reasons.NOT_MEASURABLE(*of, error))
+            return Decision(None, reasons.NOT_MEASURABLE(*what, error))
         known = timed()
-    heads = tuple(_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
+    B, H_q, H_kv = (_floor(n, settings) for n in (*shape.q[:2], shape.k[1]))
     stacked = {x: not shape.trains and stacks(call, recipes.NAMED[x]) for x in known}
 
-    def predict(name: str, N: int | None = None) -> Prediction:
+    def at(name: str, N: int | None = None) -> Prediction:
         """With the lengths that are not fixed all of N."""
         N_q, N_kv = (N if N and isinstance(n, torch.SymInt) else hint(n) for n in lengths)
-        sizes = Sizes(*heads, N_q, N_kv, *shape.band.from_the_top(N_q, N_kv))
-        return tables.predict(gpu, family, name, sizes, stacked[name])
+        sized = shape._replace(q=(B, H_q, N_q, D), k=(B, H_kv, N_kv, D), v=(B, H_kv, N_kv, D_v))
+        return predicted(sized, name, stacked[name])
 
     if fixed:
-        rows = [predict(name) for name in known]
-        return _best(rows, str, lambda best: reasons.NO_SPEEDUP(what(best.recipe), best))
+        best = cost.fastest([at(name) for name in known])
+        lost = None if best.wins else reasons.NO_SPEEDUP(best.recipe + of, best)
+        return _ranked(best, lost or str(best))
     refused = []
     for name in known:
-        first = cost.first_length(lambda N, name=name: predict(name, N).wins)
+        first = cost.first_length(lambda N, name=name: at(name, N).wins)
         least = (cost.SHORTEST if isinstance(n, int) else first for n in lengths)
         if first is None:
-            refused.append(reasons.AT_NO_LENGTH(what(name)))
-        elif all(_at_least(n, at, settings) for n, at in zip(lengths, least, strict=True)):
-            if None in map(hint, lengths):
-                return Decision(name, f"N >= {first}")
-            now = predict(name)
+            refused.append(reasons.AT_NO_LENGTH(name + of))
+        elif not all(_at_least(n, N, settings) for n, N in zip(lengths, least, strict=True)):
+            refused.append(reasons.FROM_LENGTH(name + of, first))
+        elif None in map(hint, lengths):
+            return Decision(name, f"N >= {first}")
+        else:
+            now = at(name)
             reason = f"N >= {first}, {now} at N={hint(lengths[0])}"
             return Decision(name, reason, times=now[1:3])
-        else:
-            refused.append(reasons.FROM_LENGTH(what(name), first))
     return Decision(None, refused[0])
 
 

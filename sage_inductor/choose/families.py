@@ -172,7 +172,7 @@ class Table:
         return Prediction(recipe, ours.ms(of_ours, of_q=read) + rotation, sdpa[fastest], error)
 
     def error(self, family: Family, recipe: str) -> float:
-        """Of the recipe's predictions: root mean square of predicted / measured - 1."""
+        """The error of the recipe's predictions: root mean square of predicted / measured - 1."""
         times = self.families[family]
         name = timed_as(times, recipe)
         timed = ((sizes, ms[name]) for sizes, ms in times.items() if name in ms)
@@ -180,7 +180,7 @@ class Table:
         return statistics.fmean(x * x for x in errors) ** 0.5
 
     def first_length(self, family: Family, recipe: str, heads: int) -> int | None:
-        """The N of self-attention with so many heads from which on the recipe wins."""
+        """The N of self-attention with these heads from which on the recipe wins."""
 
         def wins(N: int) -> bool:
             sizes = family.sizes([(1, heads, heads, N, N)])

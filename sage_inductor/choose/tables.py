@@ -7,8 +7,8 @@ There are three sources:
     the first call of a new family   is measured while it compiles (timing.py), some seconds, and
                                      kept in the user's cache; never with config.calibrate = False
 
-Two GPUs of one compute capability may differ, so a table is a GPU's own. Of two that were seen to
-be alike one takes the other's (ALIKE).
+Two GPUs of one compute capability may differ, so a table is a GPU's own. Two that were seen to
+be alike share one (ALIKE).
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def add(table: Table) -> None:
 
 
 def known(gpu: str) -> tuple[Table, ...]:
-    """Of this GPU: what was measured in this process, the user's table, the built-in one."""
+    """This GPU's tables: measured in this process, the user's, the built-in one."""
     flash = flash_attention()
     found = [_of_this_process.get((gpu, flash)), _users(gpu, flash)]
     # Another kernel would compute the calls where the Hopper kernel is not available.
@@ -75,7 +75,7 @@ def known(gpu: str) -> tuple[Table, ...]:
 
 
 def in_force() -> tuple:
-    """What decides besides the settings, for keys of caches: SDPA's flash attention, and the users'
+    """What decides beyond the settings, for keys of caches: SDPA's flash attention, and the users'
     tables of the GPUs that are here."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count))

@@ -235,8 +235,8 @@ def _stream(device: torch.device) -> "torch.cuda.Stream | None":
 
 
 def time_calls(calls: dict, rounds: int = ROUNDS) -> dict:
-    """ms of each, the median of so many rounds, in which they change places: power limits the card.
-    Of what fails, the error; of what has too little memory, after it failed again with all that
+    """ms of each, the median of the rounds, in which they change places: power limits the card.
+    An error for what fails; if it lacks memory, after it failed again with all that
     torch had cached."""
     times, failed, names = {name: [] for name in calls}, {}, list(calls)
     graphs = []
@@ -324,7 +324,7 @@ def measure_family(
     rounds: int = ROUNDS, seconds: float = float("inf"),
 ) -> families.Times:  # fmt: skip
     """ms of the recipes and of SDPA's backends; what could not be timed is left out. seconds: no
-    size is begun after so many, once there are enough for a fit. Raises RuntimeError where there
+    size is begun after them, once there are enough for a fit. Raises RuntimeError where there
     never are, with an error."""
     cases = cases_of(device, family, recipes, sizes)
     concurrent.futures.wait(start_compiling(tuple(cases.values())), LONGEST)
