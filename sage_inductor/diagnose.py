@@ -25,15 +25,7 @@ from torch import nn
 from sage_inductor import page
 from sage_inductor.backend import inputs_later, op_by_op
 from sage_inductor.choose import families, tables
-from sage_inductor.findings import (
-    Findings,
-    counts,
-    made_with,
-    number_of,
-    path_of,
-    reason_of,
-    remedies,
-)
+from sage_inductor.findings import Findings, counts, number_of
 from sage_inductor.measure import SDPA, Measured, Row
 from sage_inductor.names import some_of
 from sage_inductor.ops.compat import called_instead
@@ -71,26 +63,19 @@ class Diagnosis(Findings):
     @property
     def policy(self) -> Policy:
         """The suggested recipes, in few rules."""
-        rules = [
-            dataclasses.replace(rule, stage=stage)
-            for stage, recipes in self.by_stage.items()
-            if recipes != self.suggested
-            for rule in merged(recipes)
-        ]
+        others = {x: of for x, of in self.by_stage.items() if of != self.suggested}
+        rules = ((rule, stage) for stage, of in others.items() for rule in merged(of))
+        rules = (dataclasses.replace(rule, stage=stage) for rule, stage in rules)
         return Policy((*rules, *merged(self.suggested)))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the policy where ``sage.policy`` finds it, with what was measured as a note."""
         errors = collections.defaultdict(list)
         for row in self.rows:
-            module, stage = row.site.module, row.site.stage
-            where = module if stage is None else f"{module} in {stage}"
-            errors[where].append(f"{row.recipe} {row.relative_l1:.4g}")
-        note = {
-            "tolerance": self.tolerance,
-            "versions": families.versions(),
-            "relative L1": {module: ", ".join(each) for module, each in sorted(errors.items())},
-        }
+            stage = "" if row.site.stage is None else f" in {row.site.stage}"
+            errors[row.site.module + stage].append(f"{row.recipe} {row.relative_l1:.4g}")
+        said = {module: ", ".join(each) for module, each in sorted(errors.items())}
+        note = {"tolerance": self.tolerance, "versions": families.versions(), "relative L1": said}
         self.policy.save(path, note)
 
     @property
@@ -110,7 +95,7 @@ class Diagnosis(Findings):
         return row.site.spelling, *row.sizes, recipes[row.site.module]
 
     def __str__(self):
-        gain = [text] if (text := self._gain()) else []
+        gain = filter(None, [self._gain()])
         lines = [self.verdict, *self._table(), *gain, *self._not_measured()]
         if self._modules:
             lines += ["", f"the fastest recipes with a relative L1 of at most {self.tolerance}:"]
@@ -127,32 +112,25 @@ class Diagnosis(Findings):
         if not sdpa_ms:
             return ""
         gpu = tables.whose_times(torch.device(self.rows[0].site.device))
-        return (
-            f"attention takes {ms:.3g} ms with the policy and {sdpa_ms:.3g} ms with SDPA "
-            f"(predicted from times of {gpu})"
-        )
+        text = f"attention takes {ms:.3g} ms with the policy and {sdpa_ms:.3g} ms with SDPA"
+        return f"{text} (predicted from times of {gpu})"
 
     def heat_map(self) -> str:
         """An SVG of the relative L1, modules by recipes, with a legend: white at the tolerance,
         blue below it, red above. SDPA is what is compared with, and has no colour."""
         # The worst of a module's calls comes last.
         errors = {(row.where, row.recipe): row.relative_l1 for row in reversed(self.rows)}
-        order = self._modules
+        order, measured = self._modules, {row.recipe for row in self.rows}
         in_order = sorted(self.rows, key=lambda row: order.index(row.site.module))
-        modules = dict.fromkeys(row.where for row in in_order)
-        recipes = [name for name in (SDPA, *NAMED) if any(name == r for _, r in errors)]
-        return page.heat_map(list(modules), recipes, errors, self.tolerance, plain=(SDPA,))
+        modules = list(dict.fromkeys(row.where for row in in_order))
+        recipes = [name for name in (SDPA, *NAMED) if name in measured]
+        return page.heat_map(modules, recipes, errors, self.tolerance, plain=(SDPA,))
 
     def to_html(self, path: str | os.PathLike) -> None:
         """Write one page that needs no other file: the error and the predicted time of each recipe
         and of the policy, the heat map, every row (they sort by any column and filter by module),
         the calls that were not measured with what to do, the policy, and the versions."""
-        parts = [*self._summary(), self._every_row().html()]
-        if self.unmeasured:
-            rows = [(path_of(site), site.spelling, reason_of(site)) for site in self.unmeasured]
-            parts.append(page.Table(("module", "call", "not measured"), rows).html())
-            parts += map(page.paragraph, remedies(self.unmeasured))
-        parts.append(made_with([*(row.site for row in self.rows), *self.unmeasured]))
+        parts = *self._summary(), self._every_row().html(), *self._foot()
         page.write(path, "sage_inductor: accuracy of attention calls", *parts)
 
     def _repr_html_(self):
@@ -166,7 +144,7 @@ class Diagnosis(Findings):
             page.Table(TOTALS, rows).html(),
             page.paragraph(f"ms: {gain}. {OF_TIMES}" if gain else "ms: such calls were not timed."),
             self.heat_map(),
-            page.listing(self.policy.text()),
+            page.paragraph(self.policy.text(), "pre"),
         ]
 
     def _total(self, name: str) -> tuple[page.Cell, ...]:
@@ -186,12 +164,9 @@ OF_TIMES = (
 
 @inputs_later
 def diagnose(
-    model,
-    *,
-    recipes: RecipeName | Sequence[RecipeName] | None = None,
-    path: str | os.PathLike | None = None,
-    tolerance: float = TOLERANCE,
-) -> Callable[..., Diagnosis]:
+    model, *, recipes: RecipeName | Sequence[RecipeName] | None = None,
+    path: str | os.PathLike | None = None, tolerance: float = TOLERANCE,
+) -> Callable[..., Diagnosis]:  # fmt: skip
     """``diagnose(model)(*args, **kwargs)`` runs ``model(*args, **kwargs)`` once and measures every
     recipe at every attention call.
 
@@ -235,13 +210,9 @@ _open: list[nn.Module] = []  # the models of the blocks of `diagnosing` that hav
 
 @contextlib.contextmanager
 def diagnosing(
-    model: nn.Module,
-    *,
-    recipes: RecipeName | Sequence[RecipeName] | None = None,
-    path: str | os.PathLike | None = None,
-    tolerance: float = TOLERANCE,
-    every: int = 1,
-) -> Iterator[Diagnosis]:
+    model: nn.Module, *, recipes: RecipeName | Sequence[RecipeName] | None = None,
+    path: str | os.PathLike | None = None, tolerance: float = TOLERANCE, every: int = 1,
+) -> Iterator[Diagnosis]:  # fmt: skip
     """``with diagnosing(model) as found:`` measures the calls of `model` in the block as `diagnose`
     does, on the inputs that they get there. When the block has ended, `found` is the Diagnosis.
 
@@ -259,10 +230,9 @@ def diagnosing(
     a part of it, or of a model around it.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            "diagnosing: model must be an nn.Module that the block calls, such as "
-            f"pipe.transformer, got {type(model)}; a function takes diagnose(function)(*args)"
-        )
+        what = "model must be an nn.Module that the block calls, such as pipe.transformer"
+        hint = "a function takes diagnose(function)(*args)"
+        raise TypeError(f"diagnosing: {what}, got {type(model)}; {hint}")
     if not (isinstance(every, int) and every >= 1):
         raise ValueError(f"diagnosing: every must be a number of calls from 1 on, got {every!r}")
     model = getattr(model, "_orig_mod", model)  # torch.compile(model) calls it
@@ -285,10 +255,8 @@ def diagnosing(
         finally:
             _open.remove(model)
         if not calls:
-            raise ValueError(
-                "diagnosing: the block must call the model, as model(...): no call of this "
-                f"{type(model).__name__} was seen"
-            )
+            missing = f"no call of this {type(model).__name__} was seen"
+            raise ValueError(f"diagnosing: the block must call the model, as model(...): {missing}")
 
 
 def _check_alone(name: str, model: nn.Module) -> None:

@@ -59,8 +59,8 @@ def rewrite(
         )
     settings = resolve(ours, portable=True, stage=stages.current())
     gm = exported_program.graph_module
-    _renew(gm)
     for node in _nodes(gm):
+        _renew(node)
         node.meta.pop("sage", None)  # what an earlier rewrite has left, other options may take
     with _names_kept_up(exported_program):
         sites = _rewrite(gm, settings)
@@ -100,14 +100,12 @@ def _nodes(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [node for module in graph_modules(gm) for node in module.graph.nodes]
 
 
-def _renew(gm: torch.fx.GraphModule) -> None:
-    """Give the sage ops of a program the recipes' strings of today. Raises ValueError where one
-    means something else than when it was made."""
-    for node in _nodes(gm):
-        if node.target in PORTABLE_IF_ASKED:
-            given = by_schema(node, node.target)
-            at = list(given).index("recipe")
-            node.update_arg(at, renewed(given["recipe"]))
+def _renew(node: torch.fx.Node) -> None:
+    """Give a sage op the recipe's string of today. Raises ValueError where one means something else
+    than when it was made."""
+    if node.target in PORTABLE_IF_ASKED:
+        given = by_schema(node, node.target)
+        node.update_arg(list(given).index("recipe"), renewed(given["recipe"]))
 
 
 def _check_travels(gm: torch.fx.GraphModule) -> None:
@@ -125,12 +123,9 @@ def _check_travels(gm: torch.fx.GraphModule) -> None:
 
 
 def aoti_compile_and_package(
-    exported_program: torch.export.ExportedProgram,
-    *,
-    package_path=None,
-    inductor_configs: dict | None = None,
-    options: Options | dict | None = None,
-) -> str:
+    exported_program: torch.export.ExportedProgram, *, package_path=None,
+    inductor_configs: dict | None = None, options: Options | dict | None = None,
+) -> str:  # fmt: skip
     """``torch._inductor.aoti_compile_and_package`` with the attention calls rewritten.
 
     exported_program: of ``torch.export.export``; it stays as it is.
@@ -155,23 +150,21 @@ def aoti_compile_and_package(
         _log.warning(
             "%s: the C++ compiler linked libstdc++ into the package. Python crashes when it loads "
             "that (torch parses the device by a std::regex of two libraries) unless it did "
-            "`ctypes.CDLL('libstdc++.so.6', ctypes.RTLD_GLOBAL)` first; C++ does not",
-            path,
-        )
+            "`ctypes.CDLL('libstdc++.so.6', ctypes.RTLD_GLOBAL)` first; C++ does not", path,
+        )  # fmt: skip
     return path
 
 
 def _holds_its_own_libstdcxx(path) -> bool:
     """Whether the code in a package names no libstdc++.so (nor libc++.so) that it needs."""
     with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if name.endswith(".so"):
-                with archive.open(name) as code:  # with the weights in it, gigabytes
-                    end = b""
-                    while chunk := code.read(1 << 20):
-                        if b"c++.so." in end + chunk:
-                            break
-                        end = chunk[-8:]
-                    else:
-                        return True
+        for name in filter(lambda name: name.endswith(".so"), archive.namelist()):
+            with archive.open(name) as code:  # with the weights in it, gigabytes
+                end = b""
+                while chunk := code.read(1 << 20):
+                    if b"c++.so." in end + chunk:
+                        break
+                    end = chunk[-8:]
+                else:
+                    return True
     return False

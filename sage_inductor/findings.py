@@ -177,9 +177,6 @@ def of_any_layer(text: str) -> str:
     return re.sub(r"_\d+`", "`", text)
 
 
-# -- errors by recipe ----
-
-
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """The error of one recipe at one attention call; where that ran several times, at its worst."""
@@ -261,6 +258,13 @@ class Findings:
         groups = grouped(self.unmeasured, path_of, lambda site: (site.spelling, site.reason))
         return [f"{where} x{len(of)} ({of[0].spelling}): {of[0].reason}" for where, of in groups]
 
+    def _foot(self) -> list[str]:
+        """The end of a page."""
+        rows = [(path_of(site), site.spelling, reason_of(site)) for site in self.unmeasured]
+        table = page.Table(("module", "call", "not measured"), rows)
+        told = [table.html(), *map(page.paragraph, remedies(self.unmeasured))] if rows else []
+        return [*told, made_with([*(row.site for row in self.rows), *self.unmeasured])]
+
     @property
     def _without_rows(self) -> str:
         """The end of the verdict."""
@@ -274,9 +278,6 @@ def _calls_of(rows: list[Finding]) -> int:
     if rows[0].site.module:
         return len({(row.site.module, row.site.call) for row in rows})
     return max(collections.Counter(row.recipe for row in rows).values())
-
-
-# -- words ----
 
 
 def number_of(n: int, what: str) -> str:
@@ -309,9 +310,6 @@ def made_with(sites: Iterable[Site]) -> str:
     return page.paragraph(", ".join([*each, *devices, datetime.date.today().isoformat()]))
 
 
-# -- calls that stay ----
-
-
 def kinds(sites: Iterable[Site]) -> list[tuple[Reason, int]]:
     """The first reason of each kind, and how many calls it has."""
     found = collections.defaultdict(list)
@@ -331,9 +329,6 @@ def reason_of(site: Site) -> page.Cell:
         return site.reason
     text = f"{site.why}. What to do: {site.why.cause.remedy}."
     return page.Folded(site.why.short, text, site.reason)
-
-
-# -- calls that are equal but for numbers ----
 
 
 def grouped(items: Iterable, path: Callable, same: Callable) -> list[tuple[str, list]]:

@@ -176,22 +176,17 @@ def _diagnosed(
             raise ValueError("diagnose_training: the model must make an attention call")
         runs = [(probe, run) for probe in probes for run in probe.end()]
         if runs and all(run.q.shape[0] == 1 for _, run in runs):
-            raise ValueError(
-                "diagnose_training: the noise of a gradient is told by how far examples differ: "
-                "the inputs must be a batch of 2 or more, got 1"
-            )
-        outs = [run.out for _, run in runs]
-        options = dict(retain_graph=True, allow_unused=True)
-        grads = torch.autograd.grad(value, outs, **options) if outs else ()
+            what = "the noise of a gradient is told by how far examples differ: "
+            what += "the inputs must be a batch of 2 or more"
+            raise ValueError(f"diagnose_training: {what}, got 1")
+        outs, of = [run.out for _, run in runs], dict(retain_graph=True, allow_unused=True)
+        grads = torch.autograd.grad(value, outs, **of) if outs else ()
         progress.total += len(runs)
         for (probe, run), grad in zip(runs, grads, strict=True):
             probe.measure(model, run, grad)
             progress.update()
-    refused += [
-        dataclasses.replace(probe.site, decision=Decision(None, probe.reason))
-        for probe in probes
-        if not probe.rows
-    ]
+    without = ((x.site, Decision(None, x.reason)) for x in probes if not x.rows)
+    refused += [dataclasses.replace(site, decision=decision) for site, decision in without]
     rows = [row for probe in reversed(probes) for row in probe.rows.values()]
     return TrainingDiagnosis(tuple(sorted(rows, key=lambda row: -row.badness)), tuple(refused))
 
@@ -200,11 +195,8 @@ def _diagnosed(
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Buffers and random generators are put back afterwards."""
     tensors = (*model.parameters(), *model.buffers())
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    owned = ((m, *each) for m in model.modules() for each in m.named_buffers(recurse=False))
+    buffers = [(*each, each[-1].detach().clone()) for each in owned]
     with torch.random.fork_rng(sorted({x.get_device() for x in tensors if x.is_cuda})):
         try:
             yield
@@ -212,9 +204,6 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for module, name, buffer, before in buffers:
                     setattr(module, name, buffer.copy_(before))
-
-
-# -- what is kept of a run ----
 
 
 def _decided(call: Call, recipe: str) -> Decision:

@@ -85,18 +85,15 @@ class Found:
         keep_worst(self.rows.setdefault(stage, {}), row.recipe, row)
         if time is not None:
             times = self.times.setdefault(stage, {})
-            known = times.get(row.recipe, time._replace(ours=0.0, sdpa=0.0))
-            times[row.recipe] = known._replace(
-                ours=known.ours + time.ours, sdpa=known.sdpa + time.sdpa
-            )
+            if known := times.get(row.recipe):
+                time = time._replace(ours=known.ours + time.ours, sdpa=known.sdpa + time.sdpa)
+            times[row.recipe] = time
 
     @property
     def errors(self) -> dict[str | None, dict[str, float]]:
         """By stage and recipe: Row.badness."""
-        return {
-            stage: {recipe: row.badness for recipe, row in rows.items()}
-            for stage, rows in self.rows.items()
-        }
+        of_stages = self.rows.items()
+        return {stage: {x: row.badness for x, row in of.items()} for stage, of in of_stages}
 
 
 class Measured:
@@ -128,8 +125,30 @@ class Measured:
             shape = CallShape.of(call)
             autos = auto_recipes(shape.capability, shape.head_dim)
             found = self.calls.setdefault(self._key(site), Found(site, autos))
-            ErrorProbe(call, shape, found, self.recipes, lambda: self.progress.update())
+            self._measure(call, shape, found)
         self.progress.total += len(self.calls) - known
+
+    def _measure(self, call: Call, shape: CallShape, found: Found) -> None:
+        """The call, whenever the graph is about to make it."""
+        by = {x: decide(call, dataclasses.replace(STUDY, recipe=x)) for x in self.recipes}
+        recipes = [name for name, decision in by.items() if decision.recipe]
+        stacked = {name for name in recipes if stacks(call, NAMED[name])}
+
+        @torch.no_grad()
+        def measure(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> None:
+            scale = float(q.shape[3] ** -0.5 if call.scale is None else call.scale)
+            sizes = {name: tuple(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
+            stage, mask = stages.current(), None if attn_mask is None else tuple(attn_mask.shape)
+            site = dataclasses.replace(found.site, q=sizes["q"], k=sizes["k"], stage=stage)
+            now = shape._replace(**sizes, mask=mask)
+            errors = errors_of(q, k, v, attn_mask, shape.band, scale, (SDPA, *recipes))
+            for name, error in errors.items():
+                is_timed = name != SDPA and min(now.lengths) >= SHORTEST
+                time = predicted(now, name, name in stacked) if is_timed else None
+                found.add(Row(site, name, *error, time))
+            self.progress.update()
+
+        call.emit.insert(measure, (call.q, call.k, call.v, call.attn_mask), None)
 
     def _key(self, site: Site) -> tuple:
         name = site.module, site.call
@@ -138,9 +157,8 @@ class Measured:
 
     def refusals(self) -> list[Site]:
         """The calls without rows."""
-        never = Decision(None, reasons.NOT_RUN())
-        calls = (call for call in self.calls.values() if not call.rows)
-        not_run = (dataclasses.replace(call.site, decision=never) for call in calls)
+        never, calls = Decision(None, reasons.NOT_RUN()), self.calls.values()
+        not_run = (dataclasses.replace(x.site, decision=never) for x in calls if not x.rows)
         return [*self.refused.values(), *not_run]
 
 
@@ -150,36 +168,6 @@ def _measurable(call: Call) -> Decision:
     if call.sink is not None:
         return Decision(None, reasons.NO_EXACT("with a learned sink"))
     return decide(call, STUDY)
-
-
-class ErrorProbe:
-    """Measures an attention call whenever the graph is about to make it."""
-
-    def __init__(
-        self, call: Call, shape: CallShape, found: Found, recipes: tuple[str, ...],
-        done: Callable[[], None],
-    ):  # fmt: skip
-        each = {name: dataclasses.replace(STUDY, recipe=name) for name in recipes}
-        self.recipes = [name for name in recipes if decide(call, each[name]).recipe is not None]
-        self.stacked = {name for name in self.recipes if stacks(call, NAMED[name])}
-        self.site, self.shape, self.scale = found.site, shape, call.scale
-        self.found, self.done = found, done
-        call.emit.insert(self.measure, (call.q, call.k, call.v, call.attn_mask), None)
-
-    @torch.no_grad()
-    def measure(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> None:
-        scale = float(q.shape[3] ** -0.5 if self.scale is None else self.scale)
-        sizes = {name: tuple(x.shape) for name, x in zip("qkv", (q, k, v), strict=True)}
-        site = dataclasses.replace(self.site, q=sizes["q"], k=sizes["k"], stage=stages.current())
-        mask = None if attn_mask is None else tuple(attn_mask.shape)
-        shape = self.shape._replace(**sizes, mask=mask)
-        errors = errors_of(q, k, v, attn_mask, self.shape.band, scale, (SDPA, *self.recipes))
-        is_timed = min(shape.lengths) >= SHORTEST
-        for name, error in errors.items():
-            timed = is_timed and name != SDPA
-            time = predicted(shape, name, name in self.stacked) if timed else None
-            self.found.add(Row(site, name, *error, time))
-        self.done()
 
 
 def call_progress(total: int = 0):
@@ -205,9 +193,6 @@ class _Lines:
 
     def close(self) -> None:
         pass
-
-
-# -- errors ----
 
 
 class Error:
@@ -273,9 +258,9 @@ def errors_of(
         of_b, of_kv = slice(b, b + batches), slice(h, h + heads)
         of_q = slice(h * G, (h + heads) * G)
         if attn_mask is not None:
-            mask = as_4d(attn_mask)
-            mask = mask[of_b if mask.shape[0] > 1 else slice(None)]
-            mask = mask[:, of_q if mask.shape[1] > 1 else slice(None)]
+            mask, every = as_4d(attn_mask), slice(None)
+            shared = mask.shape[0] == 1, mask.shape[1] == 1  # by batches, by heads
+            mask = mask[every if shared[0] else of_b, every if shared[1] else of_q]
         inputs = q[of_b, of_q], k[of_b, of_kv], v[of_b, of_kv], mask, band, scale
         exact = _exact_out(*inputs)
         for name, error in found.items():

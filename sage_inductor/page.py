@@ -56,13 +56,9 @@ def write(path: str | os.PathLike, title: str, *parts: str) -> None:
         )
 
 
-def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
-
-
-def listing(text: str) -> str:
-    """Lines as they are."""
-    return f"<pre>{escape(text)}</pre>"
+def paragraph(text: str, tag: str = "p") -> str:
+    """tag: "pre" for lines as they are."""
+    return f"<{tag}>{escape(text)}</{tag}>"
 
 
 def folded(short: str, part: str) -> str:
@@ -86,12 +82,9 @@ def _cell(cell: Cell) -> str:
 
 
 def heat_map(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: dict[tuple[str, str], float],
-    middle: float,
-    plain: Sequence[str] = (),
-) -> str:
+    rows: Sequence[str], columns: Sequence[str], values: dict[tuple[str, str], float],
+    middle: float, plain: Sequence[str] = (),
+) -> str:  # fmt: skip
     """An SVG of values[row, column] >= 0 and a legend: white at `middle`, blue to a tenth of it and
     below, red to ten times and above, black for NaN. What is missing stays empty. plain: columns
     without a colour."""
@@ -104,34 +97,30 @@ def heat_map(
         'style="display: block" fill="currentColor" font-family="monospace" font-size="12">'
     ]
 
-    def cell(x: int, y: int, text: str, colours: tuple[str, str] | None) -> str:
-        corner, ink = (left + wide * x, high * y), "currentColor"
-        rect = ""
-        if colours is not None:
-            fill, ink = colours
-            rect = (
-                f'<rect x="{corner[0]}" y="{corner[1]}" width="{wide - 1}" height="{high - 1}" '
-                f'fill="{fill}"/>'
-            )
-        at = f'x="{corner[0] + wide // 2}" y="{corner[1] + 14}"'
-        return f'{rect}<text {at} text-anchor="middle" fill="{ink}">{escape(text)}</text>'
+    def text(x: int, y: int, words: str, style: str = "") -> str:
+        return f'<text x="{x}" y="{y + 14}"{style}>{escape(words)}</text>'
+
+    def cell(x: int, y: int, words: str, colours: tuple[str, str] | None) -> str:
+        at, (fill, ink) = (left + wide * x, high * y), colours or ("", "currentColor")
+        rect = (
+            f'<rect x="{at[0]}" y="{at[1]}" width="{wide - 1}" height="{high - 1}" fill="{fill}"/>'
+        ) * (colours is not None)
+        style = f' text-anchor="middle" fill="{ink}"'
+        return rect + text(at[0] + wide // 2, at[1], words, style)
 
     for x, column in enumerate(columns):
-        at = left + wide * x + wide // 2
-        parts.append(
-            f'<text x="{at}" y="14" text-anchor="middle" font-size="9">{escape(column)}</text>'
-        )
+        style = ' text-anchor="middle" font-size="9"'
+        parts.append(text(left + wide * x + wide // 2, 0, column, style))
     for y, row in enumerate(rows, 1):
-        parts.append(f'<text x="4" y="{high * y + 14}">{escape(row)}</text>')
+        parts.append(text(4, high * y, row))
         for x, column in enumerate(columns):
-            if (row, column) not in values:
-                continue
-            value = values[row, column]
-            colours = None if column in plain else _colours(value / middle)
-            title = escape(f"{row}, {column}: {value:.6g}")
-            parts.append(f"<g><title>{title}</title>{cell(x, y, f'{value:.3g}', colours)}</g>")
-    for x, (text, ratio) in enumerate(LEGEND.items()):
-        parts.append(cell(x, len(rows) + 2, text.format(ratio * middle), _colours(ratio)))
+            value = values.get((row, column))
+            if value is not None:
+                colours = None if column in plain else _colours(value / middle)
+                title = escape(f"{row}, {column}: {value:.6g}")
+                parts.append(f"<g><title>{title}</title>{cell(x, y, f'{value:.3g}', colours)}</g>")
+    for x, (words, ratio) in enumerate(LEGEND.items()):
+        parts.append(cell(x, len(rows) + 2, words.format(ratio * middle), _colours(ratio)))
     return "".join([*parts, "</svg>"])
 
 

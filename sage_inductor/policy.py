@@ -72,10 +72,9 @@ class Rule:
 
     def __post_init__(self):
         names.check_recipe("Rule: recipe", self.recipe)
-        if isinstance(self.layer, int):
-            object.__setattr__(self, "layer", (self.layer, self.layer))
-        if isinstance(self.head_dim, int):
-            object.__setattr__(self, "head_dim", (self.head_dim,))
+        for name, times in (("layer", 2), ("head_dim", 1)):
+            if isinstance(value := getattr(self, name), int):
+                object.__setattr__(self, name, (value,) * times)
 
     def fits(
         self, module: str, head_dim: int, at_least: Callable[[int], bool], stage: str | None = None
@@ -209,14 +208,12 @@ def unmatched(rules: tuple[Rule, ...], calls: Collection[tuple[str, str]]) -> li
     one for the graphs in which no call has a path. calls: the graph and the module of each."""
     lines, seen = [], sorted({module for _, module in calls})
     without = sorted({graph for graph, _ in calls} - {graph for graph, module in calls if module})
-    callers = (
-        "attention is called by " + ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
-    )
+    callers = ", ".join(map(json.dumps, seen[:4])) + ", ..." * (len(seen) > 4)
     for number, rule in enumerate(rules, 1):
         if seen and not any(map(rule.fits_module, seen)):
             where = {name: x for name, x in _given(rule).items() if name in ("module", "layer")}
             what = f"rule {number} of the policy fits no module so far: {json.dumps(where)}"
-            lines.append(f"{what}; {callers}")
+            lines.append(f"{what}; attention is called by {callers}")
     if without and not all(rule.fits_module("") for rule in rules):
         graphs = ", ".join(without[:4]) + ", ..." * (len(without) > 4)
         lines.append(
@@ -294,10 +291,7 @@ def _read(path: str) -> tuple[Rule, ...]:
 
 def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:
     """The rules in what a file may hold, or in the list of its rules. Raises ValueError."""
-    if not isinstance(given, dict):
-        rules = [_given(rule) if isinstance(rule, Rule) else rule for rule in given]
-        given = {"version": VERSION, "rules": rules}
-    return _rules(given)
+    return _rules(given if isinstance(given, dict) else {"version": VERSION, "rules": given})
 
 
 def ask(function: Callable, call: CallDescription) -> str | None:
@@ -345,6 +339,7 @@ def _rules(whole) -> tuple[Rule, ...]:
 
 
 def _rule(rule) -> Rule:
+    rule = _given(rule) if isinstance(rule, Rule) else rule
     _must(isinstance(rule, dict), 'must be {"recipe": ..., ...}', rule)
     _check_keys(rule, (*FIELDS, "note"), ("recipe",))
     fields = {}
@@ -375,18 +370,15 @@ def _field(name: str, value):
     if name == "module":
         _must(isinstance(value, str), "module must be a string", value)
         return value
-    is_list = isinstance(value, (list, tuple))
+    several = value if isinstance(value, (list, tuple)) else [value]
     if name == "head_dim":
-        several = value if is_list else [value]
         valid = several and all(_is_integer(x, 1, HEAD_DIMS[-1]) for x in several)
-        what = f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such"
-        _must(valid, what, value)
+        _must(valid, f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such", value)
         return tuple(several)
     minimum, one = (0, "a number or ") if name == "layer" else (1, "")
     if one and _is_integer(value, minimum):
         return value, value
-    valid = is_list and len(value) == 2
-    valid = valid and all(x is None or _is_integer(x, minimum) for x in value)
+    valid = len(several) == 2 and all(x is None or _is_integer(x, minimum) for x in several)
     _must(valid, f"{name} must be {one}[from, to], numbers from {minimum} on or null", value)
     is_empty = None not in value and value[0] > value[1]
     _must(not is_empty, f"{name} must not be an empty range", value)
@@ -397,11 +389,8 @@ def _keep(value) -> Selection:
     fields = value if isinstance(value, dict) else {"top_k": value}
     _check_keys(fields, Selection._fields, ())
     keep = Selection(**fields)
-    fractions, tokens = keep[:3], keep[3:]
-    are_fractions = all(
-        _is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in fractions
-    )
-    valid = are_fractions and keep[:2] != (0, 0) and all(_is_integer(x, 0) for x in tokens)
+    valid = all(_is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in keep[:3])
+    valid = valid and keep[:2] != (0, 0) and all(_is_integer(x, 0) for x in keep[3:])
     what = f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
     _must(valid, what + "fractions, the first two not both 0, and two numbers of tokens", value)
     return keep
@@ -421,9 +410,6 @@ def _check_keys(given: dict, valid: tuple[str, ...], needed: tuple[str, ...]) ->
 
 def _is_integer(x, minimum: int, maximum: float = float("inf")) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and minimum <= x <= maximum
-
-
-# -- JSON ----
 
 
 class _Object(dict):

@@ -23,7 +23,6 @@ from sage_inductor.session import session
 
 _log = logging.getLogger("sage_inductor")
 
-
 # A name, or what a Schedule has begun, which ends with it: a reference to it, the name, what was in
 # force before.
 _current: contextvars.ContextVar = contextvars.ContextVar("stage", default=None)
@@ -86,8 +85,7 @@ def stage(name: str | None) -> Iterator[None]:
 
 def by_stage(variants: dict[str | None, Callable]) -> Callable:
     """A function that calls the variant of the stage in force, or that of None."""
-    default = variants[None]
-    named = tuple(filter(None, variants))
+    default, named = variants[None], tuple(filter(None, variants))
 
     def run(*args):
         stage = current()
@@ -116,13 +114,10 @@ class Schedule:
 
     def __init__(self, **stages: tuple[int, int]):
         for name, ends in stages.items():
-            if not (
-                isinstance(ends, (tuple, list)) and len(ends) == 2 and all(map(_is_count, ends))
-            ):
-                raise ValueError(
-                    f"Schedule: {name} must be (first steps, last steps), two numbers from 0 on, "
-                    f"got {ends!r}"
-                )
+            is_pair = isinstance(ends, (tuple, list)) and len(ends) == 2
+            if not (is_pair and all(map(_is_count, ends))):
+                what = "must be (first steps, last steps), two numbers from 0 on"
+                raise ValueError(f"Schedule: {name} {what}, got {ends!r}")
         self.stages = stages
         self.__enter__()
 
@@ -147,19 +142,16 @@ class Schedule:
 
     def of(self, step: int, steps: int) -> str | None:
         """The stage of a step among all steps."""
-        for name, (first, last) in self.stages.items():
-            if step < first or step >= steps - last:
-                return name
-        return None
+        ends = self.stages.items()
+        claims = (name for name, (first, last) in ends if step < first or step >= steps - last)
+        return next(claims, None)
 
     def __call__(self, pipe, step: int, timestep, callback_kwargs: dict) -> dict:
         """As ``callback_on_step_end``: the stage of the next step begins."""
         steps = getattr(pipe, "num_timesteps", None)
         if not _is_count(steps):
-            raise ValueError(
-                f"Schedule: {type(pipe).__name__}.num_timesteps must be the number of steps, got "
-                f"{steps!r}"
-            )
+            what = f"{type(pipe).__name__}.num_timesteps must be the number of steps"
+            raise ValueError(f"Schedule: {what}, got {steps!r}")
         was, expected = current(), self.of(step, steps)
         if was != expected:
             _log.warning(

@@ -28,21 +28,17 @@ def suggested(calls: list[Found], tolerance: float) -> dict[str | None, dict[str
     modules = collections.defaultdict(lambda: collections.defaultdict(list))
     for call in calls:
         for stage, errors in call.errors.items():
-            modules[stage][call.site.module].append((errors, call.autos))
+            serving = {recipe for recipe, error in errors.items() if error <= tolerance}
+            modules[stage][call.site.module].append((serving, call.autos))
 
-    def recipe(found: list[tuple[dict, tuple]]) -> str:
-        def serves(recipe: str, errors: dict[str, float]) -> bool:
-            return recipe in errors and errors[recipe] <= tolerance
-
-        if all(serves(recipe, errors) for errors, autos in found for recipe in autos):
+    def recipe(found: list[tuple[set[str], tuple[str, ...]]]) -> str:
+        if all(serving.issuperset(autos) for serving, autos in found):
             return AUTO
-        serving = (r for r in BY_SPEED if all(serves(r, errors) for errors, _ in found))
-        return next(serving, OFF)
+        of_all = set.intersection(*(serving for serving, _ in found))
+        return next((name for name in BY_SPEED if name in of_all), OFF)
 
-    return {
-        stage: {module: recipe(found) for module, found in of.items()}
-        for stage, of in modules.items()
-    }
+    of_stages = modules.items()
+    return {stage: {x: recipe(found) for x, found in of.items()} for stage, of in of_stages}
 
 
 def totals(calls: list[Found], by_stage: dict[str | None, dict]) -> dict[str, Total]:

@@ -20,10 +20,8 @@ class Candidate(NamedTuple):
     @property
     def tile(self) -> str:
         """What a reason says of the tile, unless it is the table's."""
-        if self.warpgroups is None:
-            return ""
-        names = {0: "the Triton kernel", 1: "1 warpgroup"}
-        return f" with {names.get(self.warpgroups, f'{self.warpgroups} warpgroups')}"
+        names = {None: "", 0: " with the Triton kernel", 1: " with 1 warpgroup"}
+        return names.get(self.warpgroups, f" with {self.warpgroups} warpgroups")
 
 
 def auto_recipes(capability: tuple[int, int] | None, head_dim: int) -> tuple[str, ...]:

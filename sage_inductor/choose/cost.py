@@ -99,10 +99,9 @@ def features(
         pieces = _flash_pieces(tiles, sizes.N_kv, processors)
         if is_cut := pieces > 1:
             seen, weight = _cut(*sizes[3:], pieces), FLASH_ROWS / rows
-    busiest = None
-    if dealt == LAST_SHARED:
-        busiest = _last_shared(heads * len(seen), seen[0], processors)
-        is_cut = busiest is not None
+    shared = dealt == LAST_SHARED
+    busiest = _last_shared(heads * len(seen), seen[0], processors) if shared else None
+    is_cut = is_cut or busiest is not None
     if busiest is None:
         # FlashAttention runs two pieces on each SM, in order: an idle SM does not get the longest
         # that is left. One causal head of 8,192, cut in two, takes as long as four of 4,096.
@@ -110,30 +109,21 @@ def features(
         busiest = _busiest(seen, heads, dealt == LONGEST_FIRST, pieces_at_once * processors)
         busiest *= weight * pieces_at_once
     even = weight * heads * seen.sum / processors
-    by_keys = 0
+    by_keys, of_one, of_kv = 0.0, even, sizes.B * sizes.H_kv
     if kind in TRAINED:
         seen_by = _seen(sizes.N_kv, sizes.N_q, sizes.right, sizes.left, KEYS)
-        of_kv = sizes.B * sizes.H_kv
         by_keys = _busiest(seen_by, of_kv, dealt == LONGEST_FIRST, processors)
         by_keys *= sizes.H_q / sizes.H_kv
-    of_one = even
     if at_once > 1:
         of_one = _busiest(seen, heads, dealt == LONGEST_FIRST, at_once * processors)
     tiles = weight * heads * len(seen) / processors
     return Features(
-        launches=1.0,
-        keys=of_one,
-        hot=even * min(1.0, even / HEATS),
-        busiest=busiest,
-        tiles=tiles,
-        prepared=sizes.B * sizes.H_kv * sizes.N_kv / processors,
-        ragged=busiest * _is_ragged(sizes, kind),
-        mask=sizes.N_q * sizes.N_kv / processors * _has_rows(sizes, kind),
-        pieces=float(is_cut),
-        queries=by_keys,
-        beyond=max(0.0, tiles - at_once) if at_once > 1 else 0.0,
-        heads=sizes.B * sizes.H_kv / processors,
-    )
+        launches=1.0, keys=of_one, hot=even * min(1.0, even / HEATS), busiest=busiest, tiles=tiles,
+        prepared=of_kv * sizes.N_kv / processors, ragged=busiest * _is_ragged(sizes, kind),
+        mask=sizes.N_q * sizes.N_kv / processors * _has_rows(sizes, kind), pieces=float(is_cut),
+        queries=by_keys, beyond=max(0.0, tiles - at_once) if at_once > 1 else 0.0,
+        heads=of_kv / processors,
+    )  # fmt: skip
 
 
 def _has_rows(sizes: Sizes, kind: str) -> bool:
@@ -234,9 +224,6 @@ def _busiest(seen: _Seen, heads: int, longest_first: bool, processors: int) -> f
     return max(busy)
 
 
-# -- the fit ----
-
-
 class Fit(NamedTuple):
     """A time as a function of sizes."""
 
@@ -276,9 +263,9 @@ def fit(
     if len(measured) < ENOUGH:
         raise ValueError(f"{len(measured)} sizes were timed, a prediction needs {ENOUGH}")
     bands = any(sizes.right is not None for sizes in measured)
-    known = (IN_ORDER, LONGEST_FIRST) if bands else (IN_ORDER,)
+    ways = (dealt,) if dealt else (IN_ORDER, LONGEST_FIRST)[: 1 + bands]
     ms, fits = torch.tensor(list(measured.values()), dtype=torch.float64), []
-    for (rows, at_once), how in itertools.product(TILES, (dealt,) if dealt else known):
+    for (rows, at_once), how in itertools.product(TILES, ways):
         if at_once > 1 and how not in (IN_ORDER, LONGEST_FIRST):
             continue
         terms = [features(sizes, rows, how, processors, kind, at_once) for sizes in measured]
@@ -302,9 +289,9 @@ def fit(
         error = ((relative @ found - rest).square().sum() / free).sqrt().item()
         coefficients = torch.zeros(len(known_terms), dtype=torch.float64)
         coefficients[known_terms] = found / scale
-        of_each = Features(*coefficients.tolist())
         if prepared is not None:
-            of_each = of_each._replace(prepared=prepared)
+            coefficients[Features._fields.index("prepared")] = prepared
+        of_each = Features(*coefficients.tolist())
         fits.append(Fit(rows, how, of_each, error, processors, kind, at_once))
     return min(fits, key=lambda fit: fit.error)
 
@@ -325,9 +312,6 @@ def _nonnegative(relative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     error = (x @ relative.mT - target).square().sum(1)
     error[(x < 0).any(1)] = torch.inf
     return x[error.argmin()]
-
-
-# -- what is decided by it ----
 
 
 class Prediction(NamedTuple):

@@ -32,15 +32,9 @@ from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.options import Settings
-from sage_inductor.patterns import reasons
+from sage_inductor.patterns import eligible, reasons
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.call_shape import CallShape, hint
-from sage_inductor.patterns.eligible import (
-    why_not,
-    why_not_by_itself,
-    why_not_selected,
-    why_not_trained,
-)
 from sage_inductor.patterns.graph import as_int, guarded, specialised, statically_true, value_of
 from sage_inductor.patterns.module_path import module_path
 from sage_inductor.patterns.reasons import Reason
@@ -64,7 +58,7 @@ def decide(call: Call, settings: Settings) -> Decision:
         check_recipe("sage_inductor.attention: recipe", call.recipe)
     if settings.recipe == OFF and not settings.policy:
         return Decision(None, reasons.IS_OFF())
-    reason = call.refused or why_not(call)
+    reason = call.refused or eligible.why_not(call)
     if reason:
         if reason.cause is reasons.DROPOUT and call.out.requires_grad and settings.training == OFF:
             reason = reasons.DROPOUT_IN_TRAINING(call.dropout_p)  # else it would be the next reason
@@ -80,7 +74,7 @@ def decide(call: Call, settings: Settings) -> Decision:
     if training != OFF and call.out.requires_grad and not settings.portable:
         return _trained(call, shape._replace(trains=True), settings, training)
     shape = shape._replace(block_size=call.block_size)
-    unselected = why_not_selected(call) if selection is not None else None
+    unselected = eligible.why_not_selected(call) if selection is not None else None
     found = Decision(None, unselected) if unselected else _recipe(call, shape, settings, wanted)
     kept = f"; keep {selection.given()}" if selection is not None and not unselected else ""
     reason = found.reason + kept + (f" ({rule} of the policy)" if rule else "")
@@ -118,9 +112,6 @@ def _gains_unrepeated(call: Call, shape: CallShape) -> bool:
     )
 
 
-# -- what is asked for ----
-
-
 def _request(
     call: Call, shape: CallShape, settings: Settings
 ) -> tuple[str, str, Selection | None, str]:
@@ -153,9 +144,6 @@ def _request(
     return wanted, training, selection, rule
 
 
-# -- what it becomes ----
-
-
 def _trained(call: Call, shape: CallShape, settings: Settings, training: str) -> Decision:
     """What becomes of a call that needs gradients, where it is said how they are computed."""
     if shape.capability is None and not settings.emulate:
@@ -166,9 +154,9 @@ def _trained(call: Call, shape: CallShape, settings: Settings, training: str) ->
         return Decision(None, reasons.LISTS_IN_TRAINING())
     is_auto = training == AUTO
     by = FP8_BACKWARD if is_auto else training
-    reason = why_not_trained(call, by, shape.capability)
+    reason = eligible.why_not_trained(call, by, shape.capability)
     if reason is None and is_auto:
-        reason = why_not_by_itself(call)
+        reason = eligible.why_not_by_itself(call)
     if reason:
         return Decision(None, reason)
     if not is_auto:
@@ -200,13 +188,11 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
         found = Decision(None, reasons.joined([*refused]))
     elif settings.emulate or settings.force:
         found = Decision(runnable[0], "emulated" if is_cpu else "forced")
+    elif shape.dtype == torch.float32 or call.out.requires_grad:
+        exact = reasons.FP32() if shape.dtype == torch.float32 else reasons.EXACT_BACKWARD()
+        found = Decision(None, reasons.joined([exact, *refused]))
     else:
-        if shape.dtype == torch.float32:
-            found = Decision(None, reasons.FP32())
-        elif call.out.requires_grad:
-            found = Decision(None, reasons.EXACT_BACKWARD())
-        else:
-            found = _fastest(call, shape, settings, tuple(runnable))
+        found = _fastest(call, shape, settings, tuple(runnable))
         if found.recipe is None:
             found = found._replace(reason=reasons.joined([found.reason, *refused]))
     if not is_cpu and (lost := tiles.hopper_unavailable(shape.capability)):
@@ -223,9 +209,6 @@ def _of_one_block(call: Call, recipe: str) -> Reason | None:
     by_blocks = call.selection is not None or recipes.NAMED[recipe].of_qk.block_scaled
     is_short = isinstance(n_q, torch.SymInt) and (hint(n_q) or Q_BLOCK + 1) <= Q_BLOCK
     return reasons.SHORT_EXAMPLE(Q_BLOCK, hint(n_q)) if by_blocks and is_short else None
-
-
-# -- the fastest ----
 
 
 def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str, ...]) -> Decision:

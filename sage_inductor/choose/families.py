@@ -106,10 +106,8 @@ class Family:
         """Whether times measured of this family are taken for the other's. Both run in the same
         kernels, this one's head_dim is as wide or less than twice as wide, and the rows of both are
         a multiple of 16 bytes apart, or those of neither."""
-        if self == other:
-            return True
         one = self.head_dim == self.head_dim_v, other.head_dim == other.head_dim_v
-        return (
+        return self == other or (
             all(one)
             and self.kind == other.kind
             and other.head_dim <= self.head_dim < 2 * other.head_dim
@@ -138,10 +136,8 @@ class Table:
     def find(self, family: Family, recipe: str) -> Family | None:
         """The narrowest family that stands for this one and has enough times of the recipe and of a
         backend of SDPA's."""
-        found = [
-            each for each, times in self.families.items()
-            if each.stands_for(family) and timed_as(times, recipe)
-        ]  # fmt: skip
+        standing = ((x, times) for x, times in self.families.items() if x.stands_for(family))
+        found = (each for each, times in standing if timed_as(times, recipe))
         return min(found, key=lambda each: each.head_dim, default=None)
 
     def predict(
@@ -176,7 +172,7 @@ class Table:
         times = self.families[family]
         name = timed_as(times, recipe)
         timed = ((sizes, ms[name]) for sizes, ms in times.items() if name in ms)
-        errors = [self.predict(family, name, sizes).ours / ms - 1 for sizes, ms in timed]
+        errors = (self.predict(family, name, sizes).ours / ms - 1 for sizes, ms in timed)
         return statistics.fmean(x * x for x in errors) ** 0.5
 
     def first_length(self, family: Family, recipe: str, heads: int) -> int | None:
@@ -246,8 +242,8 @@ def fits(table: Table, family: Family, recipe: str) -> tuple[dict[int | None, Fi
     rivals = {}
     for name in OF_SDPA:
         of_name = {family.of_sdpa(sizes): ms[name] for sizes, ms in times.items() if name in ms}
-        cuts = name == "FLASH_ATTENTION" and flash_attention() == TORCHS_FLASH
-        cuts = cuts and family.kind not in TRAINED  # its backward cuts none
+        is_torchs = name == "FLASH_ATTENTION" and flash_attention() == TORCHS_FLASH
+        cuts = is_torchs and family.kind not in TRAINED  # its backward cuts none
         if len(of_name) >= cost.ENOUGH:  # a backend may run out of memory
             rivals[name] = fit(of_name, cost.FLASH if cuts else None)
     return by_tile | {None: of_all}, rivals

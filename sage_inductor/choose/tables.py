@@ -50,9 +50,6 @@ def whose_times(device: torch.device) -> str:
     return H200 if device.type == "cpu" else gpu_name(device)
 
 
-# -- what is known ----
-
-
 # Measured in this process, or by another rank for it: by the GPU's name and SDPA's flash attention.
 _of_this_process: dict[tuple[str, str], Table] = {}
 
@@ -95,8 +92,6 @@ def with_times(gpu: str, family: Family, recipe: str) -> Table | None:
     """The table that has times of the recipe."""
     return next((each for each in known(gpu) if each.find(family, recipe)), None)
 
-
-# -- tables in files ----
 
 BUILT_IN = Path(__file__).parents[1] / "tables"
 
@@ -221,12 +216,10 @@ def table_of(given: dict, gpu: str | None = None) -> Table:
             if gpu is not None and given[name] != is_said:
                 raise ValueError(f"measured with {name} {given[name]}, this is {is_said}")
         major, minor = given["capability"]
-        families = {
-            Family(each["head_dim"], each["head_dim_v"], each["kind"]): {
-                Sizes(*sizes): dict(ms) for *sizes, ms in each["times"]
-            }
-            for each in given["families"]
-        }
+        families = {}
+        for x in given["families"]:
+            family = Family(x["head_dim"], x["head_dim_v"], x["kind"])
+            families[family] = {Sizes(*sizes): dict(ms) for *sizes, ms in x["times"]}
         return Table(given["gpu"], Gpu((major, minor), given["processors"]), families)
     except (KeyError, TypeError) as error:
         raise ValueError(f"it holds no times: {type(error).__name__}: {error}") from error

@@ -165,12 +165,9 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     names = case.rivals
     if sdpa_mask is None and q.shape[3] == v.shape[3]:  # it is the slowest of three there
         names = tuple(n for n in names if n != "EFFICIENT_ATTENTION") or names
-    enable_gqa, scale = q.shape[1] != k.shape[1], q.shape[3] ** -0.5
-
-    def sdpa():
-        return F.scaled_dot_product_attention(
-            q, k_of_q, v_of_q, sdpa_mask, is_causal=is_causal, enable_gqa=enable_gqa
-        )
+    given = dict(is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+    sdpa = functools.partial(F.scaled_dot_product_attention, q, k_of_q, v_of_q, sdpa_mask, **given)
+    scale = q.shape[3] ** -0.5
 
     def sage(candidate):
         if shape.trains:
@@ -218,9 +215,6 @@ def start_compiling(cases: Sequence[BenchmarkCase]) -> list[concurrent.futures.F
                         calls[each]()
             launches += found
     return compile_elsewhere(launches, cases[0].shape.capability) if launches else []
-
-
-# -- the clock ----
 
 
 # A rank that waits for the whole device waits for other streams' sends and receives, too. Another
@@ -290,8 +284,6 @@ def _elapsed(run: Callable) -> float:
     return begin.elapsed_time(end)
 
 
-# -- families ----
-
 # B, H_q, H_kv, N_q, N_kv. Few and many tiles, short and long, several heads to one of k and v,
 # fewer keys than queries, an odd length: what the coefficients of `cost.Features` can be told apart
 # by. In a table with nothing else they predict the other sizes of MANY best (by a search that adds
@@ -299,18 +291,17 @@ def _elapsed(run: Callable) -> float:
 # runs out of time has the first.
 FEW = (
     (1, 24, 24, 4096, 4096), (4, 32, 32, 2048, 2048), (1, 24, 24, 1024, 1024),
-    (2, 8, 8, 3071, 3071), (1, 4, 4, 512, 512), (1, 2, 2, 16384, 16384),
-    (1, 2, 2, 1024, 65536), (1, 8, 8, 2048, 2048), (2, 32, 8, 4096, 4096),
-    (1, 28, 28, 384, 384), (1, 24, 24, 6144, 1024), (2, 4, 4, 32768, 1280),
+    (2, 8, 8, 3071, 3071), (1, 4, 4, 512, 512), (1, 2, 2, 16384, 16384), (1, 2, 2, 1024, 65536),
+    (1, 8, 8, 2048, 2048), (2, 32, 8, 4096, 4096), (1, 28, 28, 384, 384), (1, 24, 24, 6144, 1024),
+    (2, 4, 4, 32768, 1280),
 )  # fmt: skip
 MANY = (
     *FEW,
     (1, 24, 24, 12288, 12288), (1, 8, 8, 8192, 8192), (4, 32, 32, 1024, 1024),
-    (4, 32, 32, 8192, 8192), (1, 1, 1, 8192, 8192), (1, 4, 4, 4096, 4096),
-    (1, 16, 16, 3072, 3072), (1, 12, 12, 20000, 20000), (8, 32, 32, 1024, 1024),
-    (1, 40, 40, 6000, 6000), (1, 32, 4, 10000, 10000), (2, 24, 24, 1024, 8192),
-    (1, 4, 4, 40000, 40000), (2, 8, 8, 512, 512), (1, 64, 64, 512, 512),
-    (4, 8, 8, 8192, 512), (3, 2, 2, 9001, 9001), (2, 16, 16, 1023, 1023),
+    (4, 32, 32, 8192, 8192), (1, 1, 1, 8192, 8192), (1, 4, 4, 4096, 4096), (1, 16, 16, 3072, 3072),
+    (1, 12, 12, 20000, 20000), (8, 32, 32, 1024, 1024), (1, 40, 40, 6000, 6000),
+    (1, 32, 4, 10000, 10000), (2, 24, 24, 1024, 8192), (1, 4, 4, 40000, 40000), (2, 8, 8, 512, 512),
+    (1, 64, 64, 512, 512), (4, 8, 8, 8192, 512), (3, 2, 2, 9001, 9001), (2, 16, 16, 1023, 1023),
     (1, 8, 8, 5121, 5121), (2, 32, 32, 1792, 1792), (1, 40, 40, 1536, 1536),
     # Tiles of 192 rows run all at once, those of 128 do not. And tiles of one warpgroup with fewer
     # heads of k than of q, by which the time of k's rows is told apart from that of tiles.
@@ -336,12 +327,9 @@ def measure_family(
     for each, case in cases.items():
         if is_enough() and time.monotonic() - began > seconds:
             break
-        timed = {}
-        for name, ms in measure(case, rounds).items():
-            if isinstance(ms, str):
-                errors.append(ms)
-            else:
-                timed[getattr(name, "recipe", name)] = ms
+        times = {getattr(x, "recipe", x): ms for x, ms in measure(case, rounds).items()}
+        errors += [ms for ms in times.values() if isinstance(ms, str)]
+        timed = {name: ms for name, ms in times.items() if not isinstance(ms, str)}
         if len({name in OF_SDPA for name in timed}) == 2:
             found[each] = timed
     if not is_enough():
@@ -364,21 +352,18 @@ def calibrate(device: torch.device, family: Family, recipe: str) -> str | None:
     """Measure a family that nothing is known of, and keep it: once for all processes of the user,
     and by one rank for all. None, or why there is nothing to predict by."""
     gpu, key = tables.gpu_name(device), (device, family, recipe)
-    if key not in _unmeasurable:
-        if tables.with_times(gpu, family, recipe):
-            return None
-        try:
-            given = agreed(f"{gpu} {family} {recipe}", lambda: _calibrated(*key))
-            table = tables.table_of(given)
-            if not tables.with_times(gpu, family, recipe):
-                # By a rank of another host. The next job of these hosts is to decide alike, too.
-                with contextlib.suppress(OSError, RuntimeError):
-                    tables.save(table)
-            tables.add(table)
-            return None
-        except (RuntimeError, ValueError) as error:  # of CUDA, out of memory, of the other rank
-            _unmeasurable[key] = f"{type(error).__name__}: {error}".split("\n")[0]
-    return _unmeasurable[key]
+    if key in _unmeasurable or tables.with_times(gpu, family, recipe):
+        return _unmeasurable.get(key)
+    try:
+        table = tables.table_of(agreed(f"{gpu} {family} {recipe}", lambda: _calibrated(*key)))
+        if not tables.with_times(gpu, family, recipe):
+            # By a rank of another host. The next job of these hosts is to decide alike, too.
+            with contextlib.suppress(OSError, RuntimeError):
+                tables.save(table)
+        tables.add(table)
+    except (RuntimeError, ValueError) as error:  # of CUDA, out of memory, of the other rank
+        _unmeasurable[key] = f"{type(error).__name__}: {error}".split("\n")[0]
+    return _unmeasurable.get(key)
 
 
 def _calibrated(device: torch.device, family: Family, recipe: str) -> dict:
@@ -404,8 +389,6 @@ def _calibrated(device: torch.device, family: Family, recipe: str) -> dict:
             _log.warning("what was measured is kept for this process alone: %s", error)
         return table.to_json()
 
-
-# -- python -m sage_inductor tune ----
 
 TUNED_HEAD_DIMS = (64, 96, 128, 256)
 TUNED_KINDS = ("full", "causal", "window", "keys", *TRAINED)

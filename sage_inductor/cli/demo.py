@@ -105,9 +105,6 @@ class Denoiser(nn.Module):
         return self.patch_out(x.mT.unflatten(2, (side, side)))
 
 
-# -- the command ----
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compile a diffusion transformer with backend='sage'; print what became of its attention "
@@ -119,9 +116,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--size", type=_even, help="side of the latent image; tokens = (size / 2)^2 (64; GPU: 256)"
     )
     parser.add_argument("--layers", type=positive, default=4, help="default: 4")
-    parser.add_argument(
-        "--force", action="store_true", help="on a GPU: rewrite also where SDPA is faster"
-    )
+    force = "on a GPU: rewrite also where SDPA is faster"
+    parser.add_argument("--force", action="store_true", help=force)
 
 
 def _even(text: str) -> int:
@@ -141,9 +137,7 @@ def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
         model32 = Denoiser(layers, heads, head_dim).eval()
         latents = torch.randn(1, LATENT_CHANNELS, size, size)
         times = torch.rand(1)
-    model = copy.deepcopy(model32).to(dtype)
-    inputs = (latents.to(dtype), times.to(dtype))
-
+    model, inputs = copy.deepcopy(model32).to(dtype), (latents.to(dtype), times.to(dtype))
     where = f"{torch.cuda.get_device_name(device)}, bfloat16" if on_gpu else "CPU, emulated"
     print(f"a diffusion transformer of {layers} layers, {heads} heads of {head_dim},", end=" ")
     print(f"{(size // PATCH) ** 2} tokens; {where}")
@@ -153,10 +147,9 @@ def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
 
     def step(what: str, run) -> None:
         progress.step(what)
-        with torch.no_grad():
-            outputs[what] = run()
+        outputs[what] = run()
 
-    with Progress(4 if on_gpu else 3) as progress:
+    with torch.no_grad(), Progress(4 if on_gpu else 3) as progress:
         step("exact attention, float32", lambda: model32(latents, times))
         if on_gpu:
             step("SDPA", lambda: model(*inputs))
@@ -175,10 +168,10 @@ def demo(recipe: str, size: int | None, layers: int, force: bool) -> int:
         print(f"{error['CosSim']:<11.6f}{error['relative L1']:<13.5f}{error['RMSE']:.5f}")
     if on_gpu:
         _time_both(model, compiled, inputs)
+        if not found.rewritten:
+            print("\nevery call stays SDPA here; --force runs the kernels all the same")
     else:
         print("\nno GPU: the emulation shows accuracy, not speed")
-    if on_gpu and not found.rewritten:
-        print("\nevery call stays SDPA here; --force runs the kernels all the same")
     return 0
 
 
@@ -191,9 +184,8 @@ def _time_both(model, compiled, inputs) -> None:
             for found, run in zip(times.values(), (stock, compiled), strict=True):
                 forward = functools.partial(run, *inputs)
                 found.append(triton.testing.do_bench(forward, return_mode="median"))
-    median = {name: statistics.median(found) for name, found in times.items()}
+    inductor, sage = map(statistics.median, times.values())
     print("\nmedian time of a forward pass (5 rounds of triton.testing.do_bench, in turn)")
-    for name, found in times.items():
-        print(f"{name:40}{median[name]:.3f} ms   ({min(found):.3f} .. {max(found):.3f})")
-    inductor, sage = median.values()
+    for (name, found), median in zip(times.items(), (inductor, sage), strict=True):
+        print(f"{name:40}{median:.3f} ms   ({min(found):.3f} .. {max(found):.3f})")
     print(f"{'inductor / sage':40}{inductor / sage:.3f}")

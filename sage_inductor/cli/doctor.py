@@ -108,8 +108,7 @@ def _verdict(device: torch.device, probes: list[Probe], auto_rewrites: bool) -> 
         count = f"{sum(x.runs is False for x in probes)} of {len(probes)} probes fail"
         return f"BROKEN: {count} on {where}. Do not ask for {', '.join(broken)}: see the rows below"
     if device.type == "cpu":
-        cuda = torch.version.cuda
-        why = "torch sees no GPU" if cuda else "this torch is built without CUDA"
+        why = "torch sees no GPU" if torch.version.cuda else "this torch is built without CUDA"
         return (
             f"NO SPEED HERE: {why}, so attention stays SDPA. The accuracy of all {len(run)} "
             "recipes can be studied (sage.emulate); for speed use an NVIDIA GPU, sm_80 or newer"
@@ -191,17 +190,14 @@ def _policy(device: torch.device) -> tuple[str, bool]:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
     with torch.no_grad():
-        inputs = list(_inputs(device, 128, HEAD_DIMS[-1]))
-        if device.type == "cpu":
-            (site,) = explain(attention)(*inputs)
-            return f"SDPA: {site.reason}", False
-        (site,) = explain(attention, options={"sage.force": True})(*inputs)
-    if not site.rewritten:
+        inputs, forced = _inputs(device, 128, HEAD_DIMS[-1]), {"sage.force": device.type != "cpu"}
+        (site,) = explain(attention, options=forced)(*inputs)
+    if device.type == "cpu" or not site.rewritten:
         return f"SDPA: {site.reason}", False
     rows = [row for table in tables.known(tables.gpu_name(device)) for row in lines(table)]
     if not (rows or config.calibrate):
         missing = f"nothing was measured on this device, of {site.recipe} or another recipe"
         return f"SDPA: {missing} (`python -m sage_inductor tune` measures it)", False
-    else_ = "SDPA; what is not in this list is measured when it first compiles"
-    what = "what is predicted to be faster, else " + (else_ if config.calibrate else "SDPA")
+    more = "; what is not in this list is measured when it first compiles" * config.calibrate
+    what = f"what is predicted to be faster, else SDPA{more}"
     return what + "".join(f"\n    {row}" for row in rows), True

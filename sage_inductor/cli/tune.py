@@ -50,9 +50,8 @@ def tune(head_dims: list[int], kinds: list[str]) -> int:
         print(message, file=sys.stderr)
         return 2
     progress = functools.partial(track, describe=str)
-    for name, index in of_name.items():
-        device = torch.device("cuda", index)
-        table = timing.tune(device, head_dims, kinds, progress, tables.save)
+    for name, i in of_name.items():
+        table = timing.tune(torch.device("cuda", i), head_dims, kinds, progress, tables.save)
         for line in lines(table):
             print(f"{name}: {line}")
         print(f"written to {tables.path_of(name)}")
@@ -65,10 +64,10 @@ HEADS = 128, 24, 8  # B*H
 def lines(table: Table) -> list[str]:
     """From where each recipe is predicted to be faster than SDPA, a line for each of a family."""
     found = []
-    for family, recipe in itertools.product(table.families, (*NAMED, FP8_BACKWARD)):
-        if table.find(family, recipe) == family:
-            first = {heads: table.first_length(family, recipe, heads) for heads in HEADS}
-            error = table.error(family, recipe)
+    for each in itertools.product(table.families, (*NAMED, FP8_BACKWARD)):
+        if table.find(*each) == each[0]:
+            first = {heads: table.first_length(*each, heads) for heads in HEADS}
             where = ", ".join(f"N={N} with B*H >= {heads}" for heads, N in first.items() if N)
-            found.append(f"{family}: {recipe} from {where or 'no length'} (+-{error:.1%})")
+            text = "{}: {} from {} (+-{:.1%})"
+            found.append(text.format(*each, where or "no length", table.error(*each)))
     return found
