@@ -149,10 +149,10 @@ def check(call: SdpaCall) -> None:
     if q.dtype not in valid:
         raise TypeError(f"sage::sdpa: dtype must be one of {valid}, got {q.dtype}")
     k.shape[:3] == v.shape[:3] or _refuse(
-        f"k and v must have one batch, heads and length, got {_shape(k)} and {_shape(v)}"
+        f"k and v must have one batch, heads and length, got {[*k.shape]} and {[*v.shape]}"
     )
     (k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]) or _refuse(
-        f"k must have q's batch and head_dim, got q {_shape(q)} and k {_shape(k)}"
+        f"k must have q's batch and head_dim, got q {[*q.shape]} and k {[*k.shape]}"
     )
     q.shape[1] % k.shape[1] == 0 or _refuse(
         f"the heads of q must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}"
@@ -168,7 +168,7 @@ def check(call: SdpaCall) -> None:
         (
             2 <= attn_mask.dim() <= 4
             and all(m == 1 or m == n for m, n in zip(shape, full, strict=False))
-        ) or _refuse(f"attn_mask must broadcast to {list(full)}, got {_shape(attn_mask)}")
+        ) or _refuse(f"attn_mask must broadcast to {list(full)}, got {[*attn_mask.shape]}")
     for name, bound in (("left", left), ("right", right)):
         (bound is None or bound >= 0) or _refuse(f"{name} must be None or at least 0, got {bound}")
     valid = (None, *WARPGROUPS)
@@ -196,7 +196,7 @@ def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
         )
         (of_q and index.shape[:-1] == count.shape == blocks.kv_num_blocks.shape) or _refuse(
             "block lists must be [B or 1, H_q or 1, M_q] and [B or 1, H_q or 1, M_q, width] of "
-            f"q {_shape(q)}, got {_shape(count)} and {_shape(index)}"
+            f"q {[*q.shape]}, got {[*count.shape]} and {[*index.shape]}"
         )
         rows = count.shape[2] * blocks.block_q
         rows >= q.shape[2] or _refuse(f"block lists must be for {q.shape[2]} queries, got {rows}")
@@ -204,10 +204,6 @@ def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
 
 def _refuse(message: str) -> None:
     raise ValueError(f"sage::sdpa: {message}")
-
-
-def _shape(x: Tensor) -> list:
-    return list(x.shape)
 
 
 def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:

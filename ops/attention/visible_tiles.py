@@ -10,11 +10,10 @@ _LOG2E = tl.constexpr(LOG2E)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
-# The parts of a loop over tiles of keys.
-LEFT_EDGE = tl.constexpr(0)  # what a window's left bound cuts
-FULL = tl.constexpr(1)  # nothing is hidden
-EDGE = tl.constexpr(2)  # the diagonal, the last keys; all tiles, if there is a mask
-CODED = tl.constexpr(3)  # what a tile's code says (hopper/tile_lists.py)
+# The parts of a loop over tiles of keys: those that a window's left bound cuts; those in which
+# nothing is hidden; the diagonal and the last keys, or all if there is a mask; and those of which a
+# code says what is hidden (hopper/tile_lists.py).
+LEFT_EDGE, FULL, EDGE, CODED = (tl.constexpr(n) for n in range(4))
 
 
 @triton.jit
@@ -60,9 +59,7 @@ def tiles_in_sight(
 
 
 @triton.jit
-def tiles_of(
-    PART: tl.constexpr, begin, end, whole, whole_end, MASK: tl.constexpr
-):  # fmt: skip
+def tiles_of(PART: tl.constexpr, begin, end, whole, whole_end, MASK: tl.constexpr):
     """First and last + 1 of the tiles of a part, by what `tiles_in_sight` says."""
     if PART == LEFT_EDGE:
         return begin, tl.minimum(whole, end)

@@ -382,12 +382,11 @@ def _softmax(x, c, highest, m, l, PART: gl.constexpr, FP8: gl.constexpr):
     if FP8:
         flat = flatness(shift)
         shift = shift * flat - OFFSET
-        flat = gl.expand_dims(gl.expand_dims(flat, 1), 2)
-        c = flat if SCALED else c * flat
+        c = flat[:, None, None] if SCALED else c * flat[:, None, None]
     if FP8 or not SCALED:
         x = x * gl.expand_dims(gl.expand_dims(c, 3), 2)
-    shift = gl.expand_dims(gl.expand_dims(shift, 1), 2)
-    p = _exp2(x - gl.expand_dims(gl.expand_dims(shift, 3), 2))  # an fma each
+    shift = gl.expand_dims(gl.expand_dims(shift[:, None, None], 3), 2)
+    p = _exp2(x - shift)  # an fma each
     total = gl.convert_layout(
         gl.sum(gl.sum(gl.sum(p, axis=2), axis=3), axis=1), l.type.layout, assert_trivial=True
     )
@@ -444,11 +443,11 @@ def _attend(
     if not ctx.ALONE:  # side by side: around each of them Triton lets the warpgroup wait for itself
         _pass_on(turn)
     s = warpgroup_mma_wait(0, [s])
-    c = gl.expand_dims(gl.expand_dims(rows.q_scale, 1), 2)
+    c = rows.q_scale[:, None, None]
     if ctx.OWN and PART == EDGE:
-        s = s.to(gl.float32) * gl.expand_dims(k_scale.load(gl.SliceLayout(0, S)), 0)
+        s = s.to(gl.float32) * k_scale.load(gl.SliceLayout(0, S))[None, :]
     else:
-        c = c * gl.expand_dims(gl.expand_dims(k_scale, 0), 2)
+        c = c * k_scale[None, :, None]
     s = s.reshape([64, BLOCKS, 8, 4, 2])
     if PART == CODED:  # -inf * 0
         c = gl.where(c < _LEAST, _LEAST, c)
@@ -481,16 +480,11 @@ def _attend(
         if ctx.BLOCK_DV > 64 and not ctx.FP8:
             l = _pin(l)
         mbarrier.wait(turn.own, turn.phase)
-    if ctx.BLOCK_DV == CHUNK:
-        o = (_add_pv(p, v, o[0], alpha, ctx.FP8),)
-    else:
-        o = (
-            _add_pv(p, v.slice(0, CHUNK, dim=1), o[0], alpha, ctx.FP8),
-            _add_pv(p, v.slice(CHUNK, CHUNK, dim=1), o[1], alpha, ctx.FP8),
-            _add_pv(p, v.slice(2 * CHUNK, CHUNK, dim=1), o[2], alpha, ctx.FP8),
-            _add_pv(p, v.slice(3 * CHUNK, CHUNK, dim=1), o[3], alpha, ctx.FP8),
-        )
-    return m, l, o
+    sums = ()
+    for n in gl.static_range(ctx.BLOCK_DV // CHUNK):
+        part = v.slice(n * CHUNK, CHUNK, dim=1)
+        sums = sums + (_add_pv(p, part, o[n], alpha, ctx.FP8),)
+    return m, l, sums
 
 
 @gluon.jit
@@ -716,9 +710,7 @@ def _consumer(wg: gl.constexpr, ctx):
             _pass_turns(wg, mine, end, rows, ctx)
             taken += end + 1
             fetched += end
-
-        # -- q of the next tile; of the last one once more ----
-        if not ctx.ALONE:
+            # q of the next tile; of the last one once more
             next_item = gl.minimum(item + 1, count + pieces - 1)
             next_t, next_begin, next_end = _work_item(next_item, count, first, last, blocks, ctx)
             next_b, next_h, next_h_kv, next_row, q, next_walked = _begin_tile(next_t, wg, ctx)

@@ -126,7 +126,7 @@ class _Launch(NamedTuple):
     numbers: tuple
     options: dict = {}
 
-    def by(self, run: Callable, *tensors: Tensor) -> None:
+    def by(self, run: Callable, *tensors) -> None:
         run(self.kernel, self.grid, tensors, self.numbers, **self.options)
 
 

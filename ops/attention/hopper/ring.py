@@ -13,6 +13,7 @@ them, at which the one before it arrives once; the kernel itself arrives first, 
 """
 
 import functools
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -64,16 +65,16 @@ def _of_names(names: tuple[str, ...]):
         for name, x in values.items():
             setattr(self, name, x)
 
-    __init__.__triton_builtin__ = True  # the same for all, so no part of a kernel's hash
+    vars(__init__)["__triton_builtin__"] = True  # the same for all, so no part of a kernel's hash
     kinds = dict.fromkeys(names, gl.base_value)
     return aggregate(type("Context", (), {"__annotations__": kinds, "__init__": __init__}))
 
 
-def context(_semantic=None, _generator=None):
+def context(_semantic: Any = None, _generator: Any = None):
     """All that the calling function has names for, constants as constants: its parameters, and what
     it has assigned."""
     names = {name: gl.constexpr(None) if x is None else x for name, x in _generator.lscope.items()}
     return _of_names(tuple(names))(**names)
 
 
-context.__triton_builtin__ = True
+vars(context)["__triton_builtin__"] = True

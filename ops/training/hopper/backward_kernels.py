@@ -197,19 +197,6 @@ def _tile(n, programs, N, last, ROWS: gl.constexpr, DOWN: gl.constexpr):
     return head, row0
 
 
-@gluon.jit
-def _above():
-    """[64, 64]: the column is the row's or a later one."""
-    return gl.arange(0, 64, layout=_ROW)[:, None] <= gl.arange(0, 64, layout=_COLUMN)[None, :]
-
-
-@gluon.jit
-def _below(ahead):
-    """[64, 64], rows that begin `ahead` of the columns: whether a column is not after its row."""
-    rows = ahead + gl.arange(0, 64, layout=_ROW)
-    return rows[:, None] >= gl.arange(0, 64, layout=_COLUMN)[None, :]
-
-
 # -- dQ ----
 
 
@@ -239,7 +226,9 @@ def _keys(j, s, dq, k_scale, OWN: gl.constexpr, at, ctx):
     if OWN:
         of_key = gl.expand_dims(ctx.vectors.index(ctx.STAGES + stage).load(_COLUMN), 0)
         p = _exp2(s.to(gl.float32) * of_key * q_scale - at.m)
-        p = gl.where(_below(at.row0 - j * 64), p * of_key, 0.0)
+        rows = at.row0 - j * 64 + gl.arange(0, 64, layout=_ROW)
+        seen = rows[:, None] >= gl.arange(0, 64, layout=_COLUMN)[None, :]
+        p = gl.where(seen, p * of_key, 0.0)
     else:
         p = _exp2(s.to(gl.float32) * (q_scale * k_scale) - at.m)
         if ctx.CAUSAL:
@@ -448,7 +437,8 @@ def _own_queries(j0, k_own, k_scale, wg: gl.constexpr, at, ctx):
             m = gl.expand_dims(ctx.vectors.index(stage * 3 + 1).load(_COLUMN), 0)
             p = _exp2(s.to(gl.float32) * k_scale * q_scale - m)
             if u == wg:
-                p = gl.where(_above(), p, 0.0)
+                keys = gl.arange(0, 64, layout=_ROW)[:, None]
+                p = gl.where(keys <= gl.arange(0, 64, layout=_COLUMN)[None, :], p, 0.0)
             dv = warpgroup_mma(
                 _to_operand(p, O), ctx.ot_smem.index(stage).permute((1, 0)), dv, is_async=True
             )
