@@ -188,7 +188,7 @@ def is_of_hopper(pv, head_dim, warpgroups, kind):
     # One and three warpgroups in FP8, each kind of loop; keys that are hidden by a mask by one
     # warpgroup, which compiles in a third of the time of three.
     ("fp8", 128, 1, "full"), ("fp8", 128, 3, "causal"),
-    tritons=[("fp8", 64, 1, "causal mask"), ("16bit", 64, 3, "full, fp16")],
+    tritons=[("fp8", 64, 1, "causal mask"), ("16bit", 64, 3, "full, fp16"), ("fp8", 64, 1, "both")],
     where=is_of_hopper,
     pv=["fp8", "16bit"], head_dim=[64, 128, 256], warpgroups=[1, 2, 3], kind=KINDS_OF_HOPPER,
 )  # fmt: skip
