@@ -40,6 +40,7 @@ from bench.tritons import ROWS, VARIANTS
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.tiles import Tile, of_blocks
 from sage_inductor.ops.formats import K_BLOCK, Prepared
+from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.quantize.keys import launch_k
 from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
@@ -469,7 +470,7 @@ def test_what_kernels_prepared_of_hidden_keys_that_hold_no_number(recipe, mask):
 
 
 def prepared_by_kernels(k, v, visible, r) -> Prepared:
-    found = launch(run, k.device, k, v, visible, r)
+    found = launch(run, Gpu((8, 0), 1), k, v, visible, r)  # of an older one kernels do not overlap
     assert all(x.float().isfinite().all() for x in found.tensors())
     return found
 
