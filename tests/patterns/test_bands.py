@@ -282,6 +282,8 @@ ARGUMENTS = {
     "step of one slice": lambda n, m, p, d: ones(n, 2 * m).tril()[:, ::2],
     "a slice from the end": lambda n, m, p, d: ones(n + 3).tril()[-n:, :m],
     "repeats": lambda n, m, p, d: ones(1, m // 2).repeat(n, 2) & ones(n).tril(),
+    "repeats of numbers": lambda n, m, p, d: torch.arange(m // 2).repeat(2) <= row_numbers(n),
+    "tiles of numbers": lambda n, m, p, d: torch.arange(m // 2).tile(2) <= row_numbers(n),
     "value by keyword": lambda n, m, p, d: torch.full(size=(n, m), fill_value=-inf).triu(1),
     "dtype of a fill": lambda n, m, p, d: torch.full((n, m), 1.5, dtype=torch.int64).tril() == 1,
     "dtype of ones": lambda n, m, p, d: torch.ones_like(torch.zeros(n, m), dtype=torch.bool).tril(),
