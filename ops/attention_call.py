@@ -47,8 +47,8 @@ class AttentionCall(NamedTuple):
     block_kv: int | None = None
 
     def with_prepared(self, p: Prepared) -> "AttentionCall":
-        v = self.v if p.v is None else p.v
-        return self._replace(k=p.k, k_scale=p.k_scale, v=v, v_scale=p.v_scale, v_mean=p.v_mean)
+        of_kernels = p._replace(k_mean=None)._asdict().items()
+        return self._replace(**{name: x for name, x in of_kernels if x is not None})
 
     @classmethod
     def of(

@@ -10,7 +10,7 @@
     q_mean, delta    = smooth_q(q, k, prepared.k_mean)
     out, lse         = attention(q, prepared, q_mean, delta, visibility)
 
-So are they for calls that share k and v: ``sage::prepare`` returns what is made of them alone.
+Calls that share k and v share what is made of them alone, which ``sage::prepare`` returns.
 Eager runs this composition, and Inductor gets it (`opens`). The gradient is exact attention's,
 recomputed in the inputs' own precision.
 

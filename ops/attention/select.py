@@ -17,7 +17,7 @@ from sage_inductor.ops.attention import nvfp4, tiles, triton
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.notes import warn_once
-from sage_inductor.ops.quantize.op import launch as prepare
+from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
 from sage_inductor.ops.reference import quantize
@@ -70,7 +70,7 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> lis
     """``sage::attention``."""
     if a.k_scale is not None:
         return [*_attend(run, gpu, a)]
-    prepared = prepare(run, gpu, a.k, a.v, a.visible, a.decoded)
+    prepared = launch_prepare(run, gpu, a.k, a.v, a.visible, a.decoded)
     return [*_attend(run, gpu, a.with_prepared(prepared)), prepared.k_mean]
 
 

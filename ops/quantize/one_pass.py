@@ -59,7 +59,7 @@ def _quantize_kv_kernel(
 
 
 def overlaps(gpu: torch.device | gpus.Gpu) -> bool:
-    """Whether these kernels start before the one ahead ends. (On later GPUs it was never run.)"""
+    """Whether these kernels start before the one ahead ends. Later GPUs have never run them so."""
     return HAS_PDL and gpus.capability(gpu) == (9, 0)
 
 

@@ -25,15 +25,15 @@ def smooth(x: Tensor) -> list[Tensor]:
 
 
 @launched_by(
-    lambda run, gpu, *given: launch(run, gpu, *given[:3], decode(given[3])).tensors(),
+    lambda run, gpu, *given: launch_prepare(run, gpu, *given[:3], decode(given[3])).tensors(),
     lambda k, v, _, recipe: empty_kv(k, v, recipe).tensors(),
 )
 def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: str) -> list[Tensor]:
-    """`launch`: Prepared.tensors()."""
+    """`launch_prepare`: Prepared.tensors()."""
     return reference.quantize_kv(k, v, visible, decode(recipe)).tensors()
 
 
-def launch(
+def launch_prepare(
     run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
     recipe: Recipe,
 ) -> Prepared:  # fmt: skip

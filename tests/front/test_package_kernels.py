@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import re
 import threading
+import zipfile
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 import sage_inductor
 from sage_inductor.lowering import replay
+from sage_inductor.ops.recipe import NAMED
 
 pytestmark = pytest.mark.gpu
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
@@ -135,6 +137,12 @@ def load(path: str, device: int = -1):
     return torch._inductor.aoti_load_package(path, run_single_threaded=True, device_index=device)
 
 
+def source_of(path: str) -> str:
+    with zipfile.ZipFile(path) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".wrapper.cpp"))
+        return archive.read(name).decode()
+
+
 def compiled(of: Attention):
     return torch.compile(of.module(), backend="sage", options=options(of), dynamic=True)
 
@@ -165,6 +173,19 @@ def test_a_package_computes_what_the_compiled_model_does(name, tmp_path, poisone
 
 
 @torch.no_grad()
+def test_a_package_holds_the_hopper_kernel_and_overlaps_its_preparation(tmp_path):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no other GPU has the Hopper kernel")
+    source = source_of(packaged(CALLS["causal"], tmp_path))
+    kernels = re.findall(r'^Kernel \w+ = \{"(\w+)".*, (true|false), \{', source, re.M)
+    assert {name for name, _ in kernels} == {
+        "_estimate_kernel", "_quantize_kv_kernel", "quantize_v_again_kernel", "_hopper_kernel"
+    }  # fmt: skip
+    overlaps = {name for name, pdl in kernels if pdl == "true"}
+    assert overlaps == {name for name, _ in kernels} - {"_hopper_kernel"}
+
+
+@torch.no_grad()
 def test_weights_outside_the_package_are_given_where_it_is_loaded(tmp_path):
     class Model(nn.Module):
         def __init__(self):
@@ -190,6 +211,17 @@ def test_weights_outside_the_package_are_given_where_it_is_loaded(tmp_path):
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     run.load_constants(weights, check_full_update=True, user_managed=True)
     assert torch.equal(run(x), expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@torch.no_grad()
+def test_a_package_runs_on_each_gpu_at_once(tmp_path):
+    of = CALLS["full"]
+    path = packaged(of, tmp_path)
+    qkv = of.draw(2, 2000)
+    expected = load(path)(qkv)
+    for i in range(torch.cuda.device_count()):
+        assert torch.equal(load(path, i)(qkv.to(f"cuda:{i}")).to("cuda:0"), expected)
 
 
 # -- failures ----
@@ -232,6 +264,27 @@ def test_inputs_other_than_the_exported_ones(tmp_path, capfd):
         memory = torch.empty(given[i].numel() + 1, dtype=given[i].dtype, device="cuda")
         shifted[i] = memory[1:].view_as(given[i]).copy_(given[i])
         assert shifted[i].data_ptr() % 16 and torch.equal(run(*shifted), expected)
+
+
+@torch.no_grad()
+def test_a_damaged_kernel_is_refused_by_name(tmp_path, capfd):
+    of = CALLS["causal"]
+    path, broken, changed = packaged(of, tmp_path), tmp_path / "broken.pt2", 0
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(broken, "w") as new:
+        for name in old.namelist():
+            data = bytearray(old.read(name))
+            if name.endswith(".so"):
+                for found in re.finditer(b"\x7fELF", bytes(data)):
+                    at = found.start()
+                    is_cuda = int.from_bytes(data[at + 18 : at + 20], "little") == 190
+                    if is_cuda and b"_hopper_kernel" in data[at : at + 0x2000]:
+                        data[at + 0x3000] ^= 0xFF
+                        changed += 1
+            new.writestr(name, bytes(data))
+    if not changed:
+        pytest.skip("no other GPU has the Hopper kernel")
+    error = refused(load(str(broken)), of.draw(1, 100), capfd=capfd)
+    assert "the kernel _hopper_kernel in this package is damaged" in error, error
 
 
 # -- C++ wrappers of compiled models ----
@@ -345,6 +398,22 @@ def test_a_replayed_training_step_gives_the_bits_of_python(N, D, is_causal, repl
                 assert torch.equal(x, y) and x.stride() == y.stride()
 
 
+@torch.no_grad()
+def test_tensors_at_odd_addresses_stay_with_python(replayed):
+    q, k, v = (x.transpose(1, 2).contiguous() for x in CALLS["full"].draw(2, 300).split(8, 2))
+    quantize = torch.ops.sage.quantize_kv.default
+    recipe = NAMED["sage2-8b-per-token"].encode()
+    memory = torch.empty(k.numel() + 1, dtype=k.dtype, device="cuda")
+    moved = memory[1:].view_as(k).copy_(k)
+    assert moved.data_ptr() % 16
+    run = replay.Replay(quantize)
+    expected = {x.data_ptr(): quantize(x, v, None, recipe) for x in (k, moved)}  # not bit for bit
+    for given in k, moved, k, moved, k, moved, k:
+        for x, y in zip(run(given, v, None, recipe), expected[given.data_ptr()], strict=True):
+            assert torch.equal(x.float(), y.float())
+    assert len(replayed) == 2  # the third and the fourth k
+
+
 @pytest.mark.parametrize("name", ["full", "keys", "16-bit"])
 @torch.no_grad()
 def test_cuda_graphs_capture_replayed_calls(name, replayed):
@@ -396,3 +465,13 @@ def test_threads_replay_on_streams_of_their_own(replayed):
     for each in threads:
         each.join()
     assert not wrong and len(replayed) > 100
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@torch.no_grad()
+def test_each_gpu_has_plans_of_its_own(replayed):
+    of, outputs = CALLS["full"], []
+    run, qkv = compiled(of), of.draw(2, 500)
+    for device in 0, 1, 0, 1, 0, 1:
+        outputs.append(run(qkv.to(f"cuda:{device}")).cpu())
+    assert all(torch.equal(x, outputs[0]) for x in outputs)

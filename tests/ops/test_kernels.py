@@ -44,7 +44,7 @@ from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.quantize.keys import launch_k
 from sage_inductor.ops.quantize.nvfp4 import launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv
-from sage_inductor.ops.quantize.op import launch
+from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth, launch_unsmooth
 from sage_inductor.ops.quantize.values import launch_v
 from sage_inductor.ops.recipe import NAMED, Recipe
@@ -470,7 +470,9 @@ def test_what_kernels_prepared_of_hidden_keys_that_hold_no_number(recipe, mask):
 
 
 def prepared_by_kernels(k, v, visible, r) -> Prepared:
-    found = launch(run, Gpu((8, 0), 1), k, v, visible, r)  # of an older one kernels do not overlap
+    found = launch_prepare(
+        run, Gpu((8, 0), 1), k, v, visible, r
+    )  # of an older one kernels do not overlap
     assert all(x.float().isfinite().all() for x in found.tensors())
     return found
 

@@ -53,7 +53,7 @@ class Ring:
 
 @gluon.jit
 def make_ring(STAGES: gl.constexpr):
-    """Not yet begun: what a kernel allocates before that gets no memory of the barriers'."""
+    """`begin` initialises them after all allocations: else Triton may give their memory away."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     return Ring(full, free, STAGES)
