@@ -47,8 +47,9 @@ class AttentionCall(NamedTuple):
     block_kv: int | None = None
 
     def with_prepared(self, p: Prepared) -> "AttentionCall":
-        of_kernels = p._replace(k_mean=None)._asdict().items()
-        return self._replace(**{name: x for name, x in of_kernels if x is not None})
+        of_kernels = p._replace(v=self.v if p.v is None else p.v)._asdict()
+        del of_kernels["k_mean"]
+        return self._replace(**of_kernels)
 
     @classmethod
     def of(
