@@ -495,6 +495,15 @@ torch.save([model.run([*given]) for given in torch.load(inputs)], inputs)
             torch.testing.assert_close(y, expected)
 
 
+def test_calls_of_other_constants_have_a_function_of_their_own(sources):
+    wrapper = types.SimpleNamespace(header=types.SimpleNamespace(splice=len))
+    x = TensorArgument(torch.float32, (Facts.of(3),) * 2, (Facts.of(3), Facts.of(1)))
+    given = {"x": x, "bias": None, "by": 2.5, "n": 3, "negate": False, "sign": "+"}
+    others = {}, {"by": 2.0}, {"x": dataclasses.replace(x, dtype=torch.float16)}, {}, {"bias": x}
+    names = [package._function(wrapper, SCALE, given | each, "cpu") for each in others]
+    assert names == [f"aoti_torch_sage_{i}" for i in (0, 1, 2, 0, 3)]
+
+
 def test_of_a_size_no_more_is_known_than_each_of_its_terms_says():
     s, t = sympy.symbols("s t", integer=True, positive=True)
     divisors = {16 * s + 77: 1, 16 * s + 8: 8, 12 * s * t + 18 * s: 6, 16 * s: 16, 4 * (s + 3): 4}

@@ -605,6 +605,13 @@ def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(name, monkey
     tiles._unavailable.cache_clear()
 
 
+def test_every_row_is_the_tile_of_the_calls_that_it_names():
+    for capability, formats, head_dim, masked, tile in tiles.TILES:
+        *qk, pv = formats.split()
+        found = tiles.tile(capability, *(qk or ["int8"]), pv, head_dim, bool(masked))
+        assert found == tile, (capability, formats, head_dim, masked)
+
+
 def test_fp8_recipes_are_refused_before_sm_89():
     for architecture in ((8, 0), (8, 6)):
         with pytest.raises(ValueError, match="no kernel for pv='fp8'"):
