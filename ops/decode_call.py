@@ -32,7 +32,10 @@ class DecodeCall(NamedTuple):
     # [B or 1, H_kv or 1, N or 1] fp32, at least 0: what a code is multiplied by; of 16 bits None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    left: int | None = None  # keys before its own that a query sees; None: all
+    # [B or 1, N_q or 1, N] bool, any strides: which of the keys from start to end a query sees, its
+    # own place aside; these must be finite. None: those up to its own place
+    mask: Tensor | None = None
+    left: int | None = None  # without a mask: keys before its own that a query sees; None: all
     rotated: bool = False  # k is of its half, rotated: quantize/rotate.py
     out_bnhd: bool = False  # store out in [B, N, H, D] order
 
@@ -43,7 +46,7 @@ class DecodeCall(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError or TypeError unless ``sage::decode`` is defined for these arguments."""
-        q, k, v, start, end, _, k_scale, v_scale, left, *_ = self
+        q, k, v, start, end, _, k_scale, v_scale, mask, left, *_ = self
         q.dim() == k.dim() == v.dim() == 4 or _refuse(
             f"q, k and v must have 4 dimensions, got {q.dim()}, {k.dim()}, {v.dim()}"
         )
@@ -55,6 +58,7 @@ class DecodeCall(NamedTuple):
             ("start", start, (B,), of_border), ("end", end, (B,), of_border),
             ("k_scale", k_scale, (B, H_kv, N), (torch.float32,)),
             ("v_scale", v_scale, (B, H_kv, N), (torch.float32,)),
+            ("mask", mask, (B, N_q, N), (torch.bool,)),
         ):  # fmt: skip
             if x is None:
                 continue
@@ -77,6 +81,7 @@ class DecodeCall(NamedTuple):
         1 <= N_q <= MAX_QUERIES or _refuse(f"q must have 1 to {MAX_QUERIES} rows, got N_q={N_q}")
         1 <= N <= MAX_ROWS or _refuse(f"k must have 1 to {MAX_ROWS} rows, got N={N}")
         left is None or left >= 0 or _refuse(f"left must be None or at least 0, got {left}")
+        left is None or mask is None or _refuse(f"left must be None beside a mask, got {left}")
         (not self.rotated or D in HEAD_DIMS) or _refuse(
             f"rotated, head_dim must be one of {HEAD_DIMS}, got {D}"
         )

@@ -44,6 +44,7 @@ def _decode_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
     K, V,  # [B, H_kv, N, D], [B, H_kv, N, D_V] in, 16-bit, INT8 or E4M3
     K_scale, V_scale,  # [B, H_kv, N] in, fp32; of codes
+    Mask,  # [B, N_q, N] in, bool
     Start, End,  # [B] in, int32 or int64
     O, Lse,  # [B, H_q, N_q, S, D_V], [B, H_q, N_q, S] out, fp32; log2 units
     stride_qb, stride_qh, stride_qn, stride_qd,
@@ -51,6 +52,7 @@ def _decode_kernel(
     stride_vb, stride_vh, stride_vn,
     stride_ksb, stride_ksh, stride_ksn,
     stride_vsb, stride_vsh, stride_vsn,
+    stride_mb, stride_mq, stride_mn,
     stride_start, stride_end,
     H_q, H_kv, N_q, N, rows, S,  # rows: H_q / H_kv * N_q
     D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
@@ -100,7 +102,11 @@ def _decode_kernel(
             k_scale = K_scale + b * stride_ksb + h_kv * stride_ksh + at * stride_ksn
             c = tl.load(k_scale, mask=inside, other=0.0) * c
         x = tl.dot(q, k.to(q.dtype).T) * c[None, :]  # [BLOCK_M, BLOCK_N]
-        seen = key[None, :] <= place[:, None]
+        if Mask is None:
+            seen = key[None, :] <= place[:, None]
+        else:
+            seen = Mask + b * stride_mb + i.to(tl.int64)[:, None] * stride_mq
+            seen = tl.load(seen + at[None, :] * stride_mn, mask=inside[None, :], other=0) != 0
         if LEFT >= 0:
             seen = seen & (key[None, :] >= place[:, None] - LEFT)
         x = tl.where(seen, x, -float("inf"))
@@ -186,17 +192,19 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
     (B, H_q, N_q, D), (_, H_kv, N, D_v) = a.q.shape, a.v.shape
     D, D_v, rows = int(D), int(D_v), H_q // H_kv * N_q
     block_m, S, num_stages, num_warps = plan(a, gpu)
-    k_strides, v_strides = (
-        (0, 0, 0) if x is None else x.expand(B, H_kv, N).stride() for x in (a.k_scale, a.v_scale)
+    k_strides, v_strides, mask_strides = (
+        (0, 0, 0) if x is None else x.expand(B, n, N).stride()
+        for x, n in ((a.k_scale, H_kv), (a.v_scale, H_kv), (a.mask, N_q))
     )
     of_splits = a.q.new_empty((B, H_q, N_q, S, D_v), dtype=torch.float32)
     lse_of_splits = a.q.new_empty((B, H_q, N_q, S), dtype=torch.float32)
     run(
         _decode_kernel,
         (B * H_kv * triton.cdiv(rows, block_m), S),
-        (a.q, a.k, a.v, a.k_scale, a.v_scale, a.start, a.end, of_splits, lse_of_splits),
+        (a.q, a.k, a.v, a.k_scale, a.v_scale, a.mask, a.start, a.end, of_splits,
+         lse_of_splits),
         (*a.q.stride(), *a.k.stride()[:3], *a.v.stride()[:3], *k_strides, *v_strides,
-         *a.start.expand(B).stride(), *a.end.expand(B).stride(),
+         *mask_strides, *a.start.expand(B).stride(), *a.end.expand(B).stride(),
          H_q, H_kv, N_q, N, rows, S,  # shape
          D, D_v, a.scale, -1 if a.left is None else min(a.left, MAX_ROWS),
          rotation_scale(D) if a.rotated else 0.0,  # semantics

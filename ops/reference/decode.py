@@ -45,8 +45,15 @@ def decode(a: DecodeCall, splits: int = 1) -> tuple[Tensor, Tensor]:
     q = q.float().unflatten(1, (H_kv, -1)).flatten(2, 3)  # [B, H_kv, M, D]
     c = a.scale * LOG2E * (1.0 if a.k_scale is None else read_scale(a.k_scale))
     x = q @ read(a.k.float()).mT * c
-    place = end - N_q + torch.arange(q.shape[2], device=device) % N_q  # [B, M]
-    seen = inside[:, None] & (key[:, None] <= place[..., None])
+    i = torch.arange(q.shape[2], device=device) % N_q
+    place = end - N_q + i  # [B, M]
+    if a.mask is None:
+        seen = key[:, None] <= place[..., None]
+    else:
+        seen = a.mask.expand(B, N_q, N)[:, i].gather(
+            2, (key * inside)[:, None].expand(-1, len(i), -1)
+        )
+    seen = inside[:, None] & seen
     if a.left is not None:
         seen = seen & (key[:, None] >= place[..., None] - a.left)
     x = tiled(x.masked_fill(~seen[:, None], -math.inf))  # [B, H_kv, M, S, T, BLOCK_N]

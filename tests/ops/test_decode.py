@@ -55,9 +55,11 @@ def drawn(seed: int, runner) -> Draw:
     k, k_scale = cache(rng, (B, H_kv, N, D), dtype, device)
     v, v_scale = cache(rng, (B, H_kv, N, D_v), dtype, device)
     start, end = borders(rng, B, N, N_q, device)
+    mask = masks(rng, B, N_q, N, device) if rng.random() < 0.4 else None
+    left = None if mask is not None else rng.choice((None, None, 0, 5, 63, 64, 100, 2**30))
     call = DecodeCall(
-        q, k, v, start, end, rng.choice((D**-0.5, 0.05, -0.2)), k_scale, v_scale,
-        rng.choice((None, None, 0, 5, 63, 64, 100, 2**30)), rotated, rng.random() < 0.5,
+        q, k, v, start, end, rng.choice((D**-0.5, 0.05, -0.2)), k_scale, v_scale, mask, left,
+        rotated, rng.random() < 0.5,
     )  # fmt: skip
     return Draw(poisoned(call), rng.choice((1, 2, 8, 16, 64)) * B)
 
@@ -85,6 +87,15 @@ def cache(rng, shape: tuple, dtype, device) -> tuple[Tensor, Tensor | None]:
     if rng.random() < 0.5:  # [B, N, H, D] order, with more beside it
         return x[..., first : first + D].transpose(1, 2)[:, :, :N], scale
     return x[..., :D].transpose(1, 2).contiguous()[:, :, :N], scale
+
+
+def masks(rng, B: int, N_q: int, N: int, device) -> Tensor:
+    """Of few keys, nearly all or none, for a batch or all, a query or all, in any order."""
+    rows = rng.choice((1, B)), rng.choice((1, N_q))
+    mask = torch.rand(*rows, 2 * N, device=device) < rng.choice((0.05, 0.5, 0.97))
+    mask &= torch.rand(*rows, 1, device=device) < 0.9
+    mask = mask[..., ::2] if rng.random() < 0.3 else mask[..., :N].contiguous()
+    return mask.mT.contiguous().mT if rng.random() < 0.3 else mask
 
 
 def borders(rng, B: int, N: int, N_q: int, device) -> tuple[Tensor, Tensor]:
@@ -133,9 +144,12 @@ def by_hand(a: DecodeCall) -> tuple[Tensor, Tensor]:
         for i in range(N_q):
             last = end - N_q + i
             first = start if a.left is None else max(start, last - a.left)
-            if first > last:
+            keys = torch.arange(first, max(first, end if a.mask is not None else last + 1))
+            if a.mask is not None:
+                keys = keys[a.mask.cpu().expand(B, N_q, N)[b, i, keys]]
+            if len(keys) == 0:
                 continue
-            keys = slice(first, last + 1)
+            keys = keys.to(q.device)
             for h in range(H_q):
                 h_kv = h // (H_q // H_kv)
                 s = k[b, h_kv, keys] @ q[b, h, i] * a.scale
@@ -224,6 +238,7 @@ def test_lse_gets_what_was_taken_off_k_by_an_op_of_its_own(runner):
 
 CALLS = {
     "fp16": {}, "INT8": dict(codes=INT8, rotated=True), "E4M3": dict(codes=E4M3, left=20),
+    "mask": dict(mask=torch.arange(150).view(1, 1, -1) % 3 > 0),
     "one key": dict(N=1, N_q=1, B=1, out_bnhd=True),
 }  # fmt: skip
 
@@ -279,7 +294,9 @@ def changed(**given):
         new = {}
         for name, x in given.items():
             old = getattr(a, name)
-            if isinstance(x, torch.dtype):
+            if old is None:
+                x = torch.zeros(x) if isinstance(x, tuple) else x
+            elif isinstance(x, torch.dtype):
                 x = old.to(x)
             elif isinstance(x, tuple):
                 x = torch.zeros(x, dtype=old.dtype)
@@ -315,6 +332,9 @@ def changed(**given):
         (None, changed(start=(3,)), ValueError, r"start must be \[2\] or broadcast, got \[3\]"),
         (None, changed(end=torch.float32), TypeError, "end must be one of .*int32.*, got torch.float32"),
         (None, lambda a: a._replace(end=a.end.to("meta")), ValueError, "end must be on cpu, got meta"),
+        (None, changed(mask=(2, 1, 150)), TypeError, r"mask must be one of \(torch.bool,\), got torch.float32"),
+        (None, lambda a: a._replace(mask=torch.ones(2, 2, 150).bool()), ValueError, r"mask must be \[2, 3, 150\] or broadcast, got \[2, 2, 150\]"),
+        (None, lambda a: a._replace(mask=torch.ones(1, 1, 150).bool(), left=3), ValueError, "left must be None beside a mask, got 3"),
         (None, changed(left=-1), ValueError, "left must be None or at least 0, got -1"),
         (None, lambda a: a._replace(q=a.q[..., :48], k=a.k[..., :48], rotated=True), ValueError, "rotated, head_dim must be one of .*, got 48"),
     ],
