@@ -30,7 +30,7 @@ from sage_inductor.ops.decode_call import BLOCK_N, DecodeCall
 from sage_inductor.ops.formats import LOG2E, MAX_ROWS, TINY, pad_head_dim, rotation_scale
 from sage_inductor.ops.quantize.rotate import rotate
 from sage_inductor.ops.reference import decode as reference
-from sage_inductor.ops.register import launched_by
+from sage_inductor.ops.register import launched_by, opens
 
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(1 / LOG2E)
 _TINY = tl.constexpr(TINY)
@@ -238,6 +238,19 @@ def _decode(a: DecodeCall) -> tuple[Tensor, Tensor]:
     return as_stored(out, a.out_bnhd), lse
 
 
+def _seen_range(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask [B or 1, N_q or 1, N] bool -> start and end [B or 1] for `decode`, int64: the first key
+    that any query sees and the one after the last. Where none sees any they are N and 0."""
+    seen, N = mask.any(1), mask.shape[2]
+    key = torch.arange(N, device=mask.device)
+    return torch.where(seen, key, N).amin(1), torch.where(seen, key + 1, 0).amax(1)
+
+
+seen_range = torch.library.custom_op("sage::seen_range", _seen_range, mutates_args=())
+seen_range.register_fake(
+    lambda mask: tuple(mask.new_empty(mask.shape[:1], dtype=torch.int64) for _ in range(2))
+)
+opens(seen_range, _seen_range)  # Inductor makes it once for all layers
 decode = launched_by(
     lambda run, gpu, *args: launch(run, gpu, DecodeCall(*args)),
     schema_of(DecodeCall, tuple[Tensor, Tensor], DecodeCall.fake),
