@@ -8,9 +8,9 @@
 
 * The time is that of reading the cache. So a program holds all queries of all heads of q that share
   a head of k, and splits of a sequence give every processor something to read.
-* v's scales differ from key to key, so p takes them before it is rounded to 16 bits. Of a scale of
-  1e-3 fp16 would round what a long sequence's p becomes as a subnormal number: so p takes its ratio
-  to the tile's largest, which is at most 1.
+* v's scales differ from key to key, so p takes them before it is rounded to 16 bits. Times a scale
+  of 1e-3, p of a long sequence may be a subnormal number of fp16. So p takes a scale's ratio to the
+  largest of its tile.
 * Tiles beyond `end`, before `start` and before the window are not read; neither are parts of them.
 * A split without keys says so by its lse, -inf, and stores no o.
 

@@ -177,8 +177,9 @@ runners = pytest.mark.parametrize(
 @seeds(300, always=16)
 @pytest.mark.usefixtures("poisoned")
 def test_it_is_attention_to_what_is_there(runner, seed):
-    """As the emulation computes it but for sums in another order, and as float64 by hand within
-    the rounding of p, of rotated q and of out."""
+    """As the emulation computes it, but for sums in another order, which round few numbers the other
+    way: at most .8 % in 60 draws, with a relative error of 4.4e-5. And as float64 by hand, within the
+    rounding of p, of rotated q and of out."""
     a, processors = drawn(seed, runner)
     a.check()
     gpu = gpus.Gpu((9, 0), processors)
@@ -191,7 +192,8 @@ def test_it_is_attention_to_what_is_there(runner, seed):
     assert (out[lse == -math.inf] == 0).all()
     eps = torch.finfo(a.q.dtype).eps
     off = (out.double() - out_ref.double()).norm()
-    assert off <= eps / 4 * exact.norm() + eps * 2**-10
+    few, share = (8, 0.1) if runner is GPU else (16, 0.02)
+    assert off <= eps / few * exact.norm() and (out != out_ref).float().mean() <= share
     assert_close(lse, lse_ref, rtol=1e-5, atol=1e-5)
     of_q = 2 * eps * a.rotated * lse_exact.nan_to_num(neginf=0.0).abs().max().item()
     size = exact.abs().amax()
@@ -203,15 +205,16 @@ def test_it_is_attention_to_what_is_there(runner, seed):
 @chosen(lambda left, N_q: N_q == 3, left=[None, 100], N_q=[1, 3])
 def test_what_there_is_is_split_evenly(left, N_q):
     """With k = 0 a split's sum of exp2(0) is the number of the keys that its row sees."""
-    given, a = [], call_of(2, 1, 1, N_q, N=1000)
-    start, end = [3, 300], [907, 301]
+    given, a = [], call_of(2, 1, 1, N_q, N=1400)
+    start, end = [3, 300], [1307, 301]
     a = a._replace(k=0 * a.k, start=torch.tensor(start), end=torch.tensor(end), left=left)
 
     def run(kernel, grid, tensors, numbers, **options):
         given.append(tensors)
         support.run(kernel, grid, tensors, numbers, **options)
 
-    launch(run, gpus.Gpu((9, 0), 5), a)
+    for x, y in zip(launch(run, gpus.Gpu((9, 0), 18), a), by_hand(a)):
+        assert_close(x.double(), y, rtol=2e-3, atol=2e-3)
     splits = given[0][-1][:, 0, -1].exp2().round()  # of the last query
     for found, first, last in zip(splits, start, end):
         first = first if left is None else max(first, last - N_q - left)
@@ -219,7 +222,7 @@ def test_what_there_is_is_split_evenly(left, N_q):
         hidden = 0 if left is None else max(last - 1 - left - first, 0)  # keys of other queries
         borders = [min(max(i * size, hidden), last - first) for i in range(len(found) + 1)]
         expected = [b - a for a, b in zip(borders, borders[1:])]
-        assert len(found) == 5 and found.tolist() == expected
+        assert len(found) == 18 and found.tolist() == expected
 
 
 @runners
