@@ -19,7 +19,7 @@ from bench import harness
 from bench.decoding import by_hand, unrepeated
 from bench.measure import Provider, Runner, interleave, relative_l1, summary
 from bench.tables import gain, markdown, show, speed_of
-from sage_inductor.ops.decode_call import CODES
+from sage_inductor.ops.decode_call import CODES, DecodeCall
 from sage_inductor.ops.formats import QK
 
 WRONG = 0.1  # relative L1; a frozen scale's error is less
@@ -92,9 +92,16 @@ def over(codes: torch.dtype | None, name: str) -> Provider:
     return Provider(name, lambda *given: torch.ops.sage.decode(*given)[0], prepare)
 
 
+def by_mask(q, k, v, mask) -> Tensor:
+    """As the pass calls it. A model makes start and end once for all layers."""
+    call = DecodeCall(q, k, v, *torch.ops.sage.seen_range(mask), q.shape[3] ** -0.5, mask=mask)
+    return torch.ops.sage.decode(*call)[0]
+
+
 PROVIDERS = [
     Provider("SDPA, mask", unrepeated, lambda *inputs: inputs[:4]),
     Provider("SDPA", unrepeated, lambda *inputs: inputs[:3]),
+    Provider("bf16, mask", by_mask, lambda q, k, v, mask, _: (q, k, v, mask[:, 0])),
     over(None, "bf16"), *map(over, CODES, ("INT8", "E4M3")),
 ]  # fmt: skip
 

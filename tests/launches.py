@@ -395,7 +395,7 @@ def train(
 
 def decode(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, heads=(32, 8), codes: torch.dtype | None = None,
-    scales: str = "token", layout: str = "bnhd", dtype=torch.bfloat16, **given,
+    scales: str = "token", layout: str = "bnhd", dtype=torch.bfloat16, masked: bool = False, **given,
 ) -> dict:  # fmt: skip
     """The arguments of decode. scales: one of a token and head, or one for all."""
     H_q, H_kv, one = *map(Facts.of, heads), Facts.of(1)
@@ -405,7 +405,8 @@ def decode(
     scale = contiguous(torch.float32, *shape) if codes else None
     border = contiguous(torch.int64, B if scales == "token" else one)
     q = tensor(dtype, of_q, strides("bnhd", of_q))
-    call = DecodeCall(q, k, k, border, border, D**-0.5, scale, scale, **given)
+    mask = contiguous(torch.bool, B, N_q, N_kv) if masked else None
+    call = DecodeCall(q, k, k, border, border, D**-0.5, scale, scale, mask, **given)
     return call._asdict()
 
 
@@ -514,6 +515,7 @@ TRAINED = {
 }  # fmt: skip
 DECODED = {
     "decode": (Facts(1, 64), SHORT, dict(D=128)),
+    "decode_masked": (Facts(1, 64), ANY, dict(D=80, heads=(12, 3), masked=True)),
     "decode_one": (Facts.of(1), ANY, dict(D=64, heads=(8, 2), codes=torch.int8, scales="one", left=511)),
     "decode_int8": (Facts(1, 64), ANY, dict(D=128, codes=torch.int8, layout="apart", rotated=True)),
     "decode_fp8": (

@@ -172,7 +172,7 @@ def hopper(tile: tiles.Tile, pv: str, rotated: bool = False, **given) -> None:
 
 def decode(
     D: int = 128, codes: torch.dtype | None = None, N_q: int = 1, heads=(32, 8), N: int = 8192,
-    dtype=torch.bfloat16, **given,
+    dtype=torch.bfloat16, masked: bool = False, **given,
 ) -> None:  # fmt: skip
     """codes: of k and v; None: they are of dtype."""
     q, k, v = (
@@ -181,7 +181,8 @@ def decode(
     )
     scale = empty(B, heads[1], N, dtype=torch.float32) if codes else None
     end = empty(B, dtype=torch.int64)
-    call = DecodeCall(q, k, v, end, end, D**-0.5, scale, scale, **given)
+    mask = empty(B, N_q, N, dtype=torch.bool) if masked else None
+    call = DecodeCall(q, k, v, end, end, D**-0.5, scale, scale, mask, **given)
     torch.ops.sage.decode(*call)
 
 

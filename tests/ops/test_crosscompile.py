@@ -658,7 +658,7 @@ def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
 
 # Of sage::decode: each width of a tile of rows, of channels and of codes.
 CACHES = {
-    "16 bits": dict(left=100), "64 rows": dict(N_q=16), "256 channels": dict(D=256, N_q=8),
+    "16 bits": dict(left=100), "mask": dict(masked=True, N_q=4), "64 rows": dict(N_q=16), "256 channels": dict(D=256, N_q=8),
     "INT8": dict(codes=torch.int8), "INT8, 64 rows": dict(codes=torch.int8, N_q=16, rotated=True),
     "E4M3": dict(codes=torch.float8_e4m3fn, dtype=torch.float16),
     "E4M3, 256 channels": dict(codes=torch.float8_e4m3fn, D=256, N_q=16),

@@ -318,6 +318,7 @@ CALLS = {
     "NVFP4, bias": (noted.sdpa, dict(recipe="sage3", mask="bias", left=9, bottom_right=True)),
     "one pass": (noted.sdpa, dict(recipe="sage2-8b-per-token", D=80, mask="keys", warpgroups=0)),
     "decode": (noted.decode, dict(codes=torch.int8, N_q=16, left=9, rotated=True)),
+    "decode, masked": (noted.decode, dict(N_q=3, masked=True)),
     "unsmooth": (noted.unsmooth, dict(D=80)),
     "pool": (noted.pool, dict(D=80, block=192, shifted=True)),
     "largest": (noted.largest, {}),
