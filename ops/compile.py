@@ -38,6 +38,7 @@ TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int8: "i8",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.uint8: "u8",
     torch.bool: "i1",
 }

@@ -65,6 +65,9 @@ class Call:
         return self.blocks.size if self.selection is None else BLOCK_SIZE
 
 
+DECODE = "decode"  # in a recipe's place
+
+
 class Decision(NamedTuple):
     """What becomes of a call, and why."""
 
@@ -74,12 +77,13 @@ class Decision(NamedTuple):
     selection: Selection | None = None  # the blocks of keys that are kept; None: all
     trained_by: str | None = None  # what computes forward and backward together: a name in OPS
     times: tuple[float, float] | None = None  # ms of the fastest recipe and of SDPA, if compared
+    decodes: bool = False  # ``sage::decode`` computes it, exactly
     unrepeats: bool = False  # stays SDPA, which takes the heads of k and v before their repeats
 
     @property
     def name(self) -> str | None:
-        """What computes the call: `trained_by` or `recipe`. None: it stays as it was."""
-        return self.trained_by or self.recipe
+        """What computes the call: DECODE, `trained_by` or `recipe`. None: it stays as it was."""
+        return DECODE if self.decodes else self.trained_by or self.recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Site:
     @property
     def recipe(self) -> str | None:
         """What computes the call, as people read it: a recipe's name, or that of what trains
-        ("fp8-backward", "sagebwd"). None: the call stays as it was."""
+        ("fp8-backward", "sagebwd"), or DECODE. None: the call stays as it was."""
         return self.decision.name
 
     @property

@@ -9,9 +9,11 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.decode_call import MAX_QUERIES
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
-from sage_inductor.ops.symbols import guarded, statically_true
+from sage_inductor.ops.symbols import guarded, specialised, statically_true
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
+from sage_inductor.ops.visibility import FULL
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, mask_text
 from sage_inductor.patterns.graph import VIEWS, arguments, op_name, shown, value_of
@@ -85,6 +87,24 @@ def why_not(call: Call) -> Reason | None:  # noqa: C901  (one condition after an
     if stored(call) is None:
         return reasons.STORED(out.stride())
     return None
+
+
+def suits_decode(call: Call) -> bool:
+    """Whether ``sage::decode`` computes a call that sage::sdpa can stand for: a few queries, to
+    which a bool mask shows keys of a cache, in 16 bits and without gradients."""
+    q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
+    if mask is None or mask.dtype != torch.bool or mask.dim() != 4 or call.band != FULL:
+        return False
+    dims = specialised(q.shape[3]), specialised(v.shape[3])
+    return (
+        all(x.dtype == call.out.dtype in (torch.float16, torch.bfloat16) for x in (q, k, v))
+        and all(D % 16 == 0 for D in dims)
+        and k.stride(3) == v.stride(3) == 1
+        and all(map(statically_true, (
+            q.shape[2] <= MAX_QUERIES, mask.shape[1] == 1, mask.shape[3] == k.shape[2],
+        )))
+        and not (call.out.requires_grad or call.block_size or call.sink or call.lse)
+    )  # fmt: skip
 
 
 def why_not_selected(call: Call) -> Reason | None:

@@ -112,6 +112,8 @@ NOT_MEASURABLE = Cause("no known gain: {} was not measured on {}: {}",
 UNREPEATED = Cause("SDPA, heads not repeated: {} of k and v for {} of q; {}",
     "nothing to do: SDPA computes the same in less time", "SDPA, heads not repeated",
     requested=True)
+DECODE_UNTIMED = Cause("sage::decode for N_q={} was never timed",
+    "set options={'sage.force': True} and compare the times: it is exact")
 LISTS_UNMEASURED = Cause("no known gain: {} by block lists was not measured",
     "set options={'sage.force': True}; make a causal or window BlockMask inside the compiled "
     "function")

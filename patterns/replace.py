@@ -1,6 +1,6 @@
-"""What stands in the place of a call that gets a recipe: one ``sage::sdpa``, or in training what is
-asked for, ``sage::sagebwd`` or ``sage::rowscaled``. Calls that share k and v share what is made of
-them too.
+"""What stands in the place of a call that is rewritten: one ``sage::sdpa``, in training what is
+asked for, ``sage::sagebwd`` or ``sage::rowscaled``, for a few queries of a cache ``sage::decode``.
+Calls of ``sage::sdpa`` that share k and v share what is made of them too.
 
     before:  out = scaled_dot_product_attention(q, k, v, is_causal=True)
     after:   sdpa = sage.sdpa(q, k, v, None, [], None, 0, False, 0.125, "int8/...@...", ...)
@@ -15,6 +15,7 @@ import operator
 import torch
 from torch.fx import Node
 
+from sage_inductor.ops.decode_call import DecodeCall
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.selector import BLOCK_SIZE
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 
 def replace(call: Call, decision: Decision, portable: bool) -> None:
     """Put ``sage.sdpa(...)[0]`` in the place of `call`, stored as its output is."""
-    shares = decision.trained_by is None and decision.selection is None
+    shares = decision.recipe is not None and decision.selection is None
     if shares and stacks(call, NAMED[decision.recipe]):
         stack(call)
     emit, out, (order, width) = call.emit, call.out, stored(call)
@@ -42,6 +43,13 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
 
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
+    if decision.decodes:
+        mask = emit(aten.squeeze.dim, attn_mask, 1)  # [B or 1, N_q or 1, N]
+        seen = emit(torch.ops.sage.seen_range.default, mask)
+        borders = (emit(operator.getitem, seen, i) for i in range(2))
+        args = DecodeCall(q, k, v, *borders, scale, mask=mask, out_bnhd=order != BHND)
+        new = emit(torch.ops.sage.decode.default, *args)
+        return put(emit(operator.getitem, new, 0))
     if decision.trained_by is not None:
         op = training_op(decision.trained_by)
         # What autograd saved here would be counted by a checkpoint around the compiled model.

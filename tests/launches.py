@@ -21,6 +21,7 @@ from sage_inductor.lowering.record import TensorArgument
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation
+from sage_inductor.ops.decode_call import MAX_QUERIES, DecodeCall
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
@@ -28,7 +29,7 @@ from sage_inductor.ops.visibility import BlockLists
 
 FP8, BITS16 = "sage2-8b-per-token", "sage1-per-token"
 PROCESSORS = 132, 1, 78, 114  # of the fake driver's devices
-KINDS = {torch.uint8: 0, torch.int8: 1, torch.int32: 3, torch.float16: 5, torch.float32: 6,
+KINDS = {torch.uint8: 0, torch.int8: 1, torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6,
          torch.bool: 11, torch.bfloat16: 15, torch.float8_e4m3fn: 24}  # fmt: skip
 TMA = {
     "i8": (1, 0),
@@ -392,6 +393,23 @@ def train(
     return found | {"v_mean": v_mean, "n_kv": N_kv} | last
 
 
+def decode(
+    B: Facts, N_q: Facts, N_kv: Facts, D: int, heads=(32, 8), codes: torch.dtype | None = None,
+    scales: str = "token", layout: str = "bnhd", dtype=torch.bfloat16, masked: bool = False, **given,
+) -> dict:  # fmt: skip
+    """The arguments of decode. scales: one of a token and head, or one for all."""
+    H_q, H_kv, one = *map(Facts.of, heads), Facts.of(1)
+    of_q, of_kv = (B, H_q, N_q, Facts.of(D)), (B, H_kv, N_kv, Facts.of(D))
+    k = tensor(codes or dtype, of_kv, strides(layout, of_kv))
+    shape = of_kv[:3] if scales == "token" else (one,) * 3
+    scale = contiguous(torch.float32, *shape) if codes else None
+    border = contiguous(torch.int64, B if scales == "token" else one)
+    q = tensor(dtype, of_q, strides("bnhd", of_q))
+    mask = contiguous(torch.bool, B, N_q, N_kv) if masked else None
+    call = DecodeCall(q, k, k, border, border, D**-0.5, scale, scale, mask, **given)
+    return call._asdict()
+
+
 def correct(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, heads=(16, 16), layout: str = "bnhd"
 ) -> dict:
@@ -495,6 +513,15 @@ TRAINED = {
         dict(D=72, heads=(5, 5), layout="unaligned", backward=True, out_bnhd=False),
     ),
 }  # fmt: skip
+DECODED = {
+    "decode": (Facts(1, 64), SHORT, dict(D=128)),
+    "decode_masked": (Facts(1, 64), ANY, dict(D=80, heads=(12, 3), masked=True)),
+    "decode_one": (Facts.of(1), ANY, dict(D=64, heads=(8, 2), codes=torch.int8, scales="one", left=511)),
+    "decode_int8": (Facts(1, 64), ANY, dict(D=128, codes=torch.int8, layout="apart", rotated=True)),
+    "decode_fp8": (
+        Facts(1, 64), SHORT, dict(D=256, heads=(4, 1), codes=torch.float8_e4m3fn, layout="bhnd", out_bnhd=True),
+    ),
+}  # fmt: skip
 CORRECTED = {
     "lse": (Facts(1, 64), SHORT, dict(D=128, heads=(32, 8))),
     "lse_72": (Facts(1, 64), SHORT, dict(D=72, heads=(5, 5), layout="every_other")),
@@ -505,15 +532,15 @@ PREPARED = {
     "pool_less": (Facts(1, 64), ANY, dict(op="pool_blocks", D=64, two=True)),
     "largest": (Facts(1, 64), SHORT, dict(op="largest", D=64)),
 }
-PACKAGED = ATTENTION | QUANTIZE | CORRECTED | PREPARED
+PACKAGED = ATTENTION | QUANTIZE | DECODED | CORRECTED | PREPARED
 CALLS = PACKAGED | TRAINED
 LENGTHS = 1, 2, 5, 77, 128, 1000, 2047, 2048, 3584, 6143, 6144, 16000
 
 
 def arguments(name: str, *sizes: Facts) -> dict:
     ofs = (
-        (ATTENTION, attention), (QUANTIZE, quantize), (TRAINED, train), (CORRECTED, correct),
-        (PREPARED, prepare),
+        (ATTENTION, attention), (QUANTIZE, quantize), (TRAINED, train), (DECODED, decode),
+        (CORRECTED, correct), (PREPARED, prepare),
     )  # fmt: skip
     of = next(of for names, of in ofs if name in names)
     return of(*sizes, **CALLS[name][2])
@@ -528,7 +555,7 @@ def op_of(name: str):
     of_training = "rowscaled_backward" if "backward" in name else "rowscaled"
     ofs = (
         (ATTENTION, "attention"), (QUANTIZE, "quantize_kv"), (TRAINED, of_training),
-        (CORRECTED, "unsmoothed_lse"),
+        (DECODED, "decode"), (CORRECTED, "unsmoothed_lse"),
     )  # fmt: skip
     op = PREPARED[name][2]["op"] if name in PREPARED else next(op for x, op in ofs if name in x)
     return getattr(torch.ops.sage, op).default
@@ -549,6 +576,8 @@ def drawn(name: str, rng: random.Random) -> tuple[dict, int]:
     N_kv = N_q if rng.random() < 0.6 else rng.choice(lengths)
     low, high = B.low, B.high
     B = low if low == high else rng.choice((1, 2, 3, 17)[least - 1 :])
+    if name in DECODED:
+        N_q = rng.randint(1, MAX_QUERIES)
     if name in ATTENTION and rng.random() < 0.1:  # a tile of 128 rows a processor, many keys
         B, heads = max(low, min(least, high)), options.get("heads", (16, 16))[0]
         N_q, N_kv = 128 * max(1, PROCESSORS[device] // (B * heads)), rng.choice(lengths[-3:])

@@ -20,6 +20,7 @@ from sage_inductor.ops import sdpa as of_sdpa
 from sage_inductor.ops.attention import select, tiles, triton
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation, Launch, describe
+from sage_inductor.ops.decode_call import DecodeCall
 from sage_inductor.ops.launch import noted, run
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
@@ -167,6 +168,22 @@ def hopper(tile: tiles.Tile, pv: str, rotated: bool = False, **given) -> None:
     """As `attend`, by this tile of the Hopper kernel."""
     recipe = {"fp8": "sage2-8b", "16bit": "sage1"}[pv] + ("-rotated" if rotated else "-per-token")
     select._hopper().launch(prepared_call(recipe, **given), tile, run)
+
+
+def decode(
+    D: int = 128, codes: torch.dtype | None = None, N_q: int = 1, heads=(32, 8), N: int = 8192,
+    dtype=torch.bfloat16, masked: bool = False, **given,
+) -> None:  # fmt: skip
+    """codes: of k and v; None: they are of dtype."""
+    q, k, v = (
+        support.heads(B, H, n, D, dtype, "meta").to(of)
+        for H, n, of in ((heads[0], N_q, dtype), *[(heads[1], N, codes or dtype)] * 2)
+    )
+    scale = empty(B, heads[1], N, dtype=torch.float32) if codes else None
+    end = empty(B, dtype=torch.int64)
+    mask = empty(B, N_q, N, dtype=torch.bool) if masked else None
+    call = DecodeCall(q, k, v, end, end, D**-0.5, scale, scale, mask, **given)
+    torch.ops.sage.decode(*call)
 
 
 def unsmooth(D: int) -> None:

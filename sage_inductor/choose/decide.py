@@ -76,6 +76,10 @@ def decide(call: Call, settings: Settings) -> Decision:
     if training != OFF and call.out.requires_grad and not settings.portable:
         return _trained(call, shape._replace(trains=True), settings, training)
     shape = shape._replace(block_size=call.block_size)
+    decodes = wanted == AUTO and eligible.suits_decode(call)
+    if decodes and (settings.emulate if shape.capability is None else settings.force):
+        how = "emulated" if shape.capability is None else "forced"
+        return Decision(None, f"{how}, exact", decodes=True)
     unselected = eligible.why_not_selected(call) if selection is not None else None
     found = Decision(None, unselected) if unselected else _recipe(call, shape, settings, wanted)
     kept = f"; keep {selection.given()}" if selection is not None and not unselected else ""
@@ -84,6 +88,8 @@ def decide(call: Call, settings: Settings) -> Decision:
     if recipe is None:
         if unrepeats := _gains_unrepeated(call, shape):
             reason = reasons.UNREPEATED(shape.k[1], shape.q[1], reason)
+        if decodes and shape.capability is not None:
+            reason = reasons.joined([reason, reasons.DECODE_UNTIMED(shape.q[2])])
         return found._replace(reason=reason, unrepeats=unrepeats)
     if settings.portable and (refused := _of_one_block(call, recipe)):
         return Decision(None, refused)

@@ -156,6 +156,7 @@ int32_t aoti_torch_device_type_cuda() { return 1; }
 DTYPE(uint8, 0)
 DTYPE(int8, 1)
 DTYPE(int32, 3)
+DTYPE(int64, 4)
 DTYPE(float16, 5)
 DTYPE(float32, 6)
 DTYPE(bool, 11)

@@ -663,9 +663,18 @@ def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
 
 # -- k and v ----
 
+# Of sage::decode: each width of a tile of rows, of channels and of codes.
+CACHES = {
+    "16 bits": dict(left=100), "mask": dict(masked=True, N_q=4), "64 rows": dict(N_q=16), "256 channels": dict(D=256, N_q=8),
+    "INT8": dict(codes=torch.int8), "INT8, 64 rows": dict(codes=torch.int8, N_q=16, rotated=True),
+    "E4M3": dict(codes=torch.float8_e4m3fn, dtype=torch.float16),
+    "E4M3, 256 channels": dict(codes=torch.float8_e4m3fn, D=256, N_q=16),
+}  # fmt: skip
 # What has one loop, or none: the kernel, what launches it, and how.
 SHORT = {
     "largest": ("_largest_kernel", noted.largest, {}),
+    **{f"cache, {name}": ("_decode_kernel", noted.decode, given) for name, given in CACHES.items()},
+    "splits": ("_combine_splits_kernel", noted.decode, dict(D=256)),
     **{f"lse, D={D}": ("_unsmooth_kernel", noted.unsmooth, dict(D=D)) for D in (32, 64, 80, 256)},
     **{f"NVFP4, D={D}{', along N' * along_n}":
            ("_quantize_kernel", noted.sdpa, dict(recipe="sage3", D=D, which=along_n))
@@ -678,18 +687,27 @@ SHORT = {
 
 @picked(
     ((8, 6), "largest"), ((8, 0), "lse, D=256"), ((12, 0), "lse, D=80"), ((8, 6), "NVFP4, D=128"),
-    ((10, 0), "NVFP4, D=256, along N"),
+    ((10, 0), "NVFP4, D=256, along N"), ((9, 0), "cache, INT8"), ((12, 0), "cache, 256 channels"),
     tritons=[
         ((12, 0), "largest"), ((9, 0), "lse, D=32"), ((9, 0), "NVFP4, D=8"),
         ((12, 0), "NVFP4, D=8, along N"), ((9, 0), "pieces"), ((9, 0), "pieces, training"),
+        ((8, 0), "cache, INT8, 64 rows"), ((9, 0), "cache, E4M3"), ((12, 0), "cache, 64 rows"),
+        ((8, 9), "splits"),
     ],
-    where=lambda architecture, kernel: architecture == (9, 0) or "pieces" not in kernel,
+    where=lambda architecture, kernel: (
+        (architecture == (9, 0) or "pieces" not in kernel)
+        and (architecture >= (8, 9) or "E4M3" not in kernel)
+    ),
     architecture=ARCHITECTURES, kernel=SHORT,
 )  # fmt: skip
 def test_short_kernels_spill_nothing(architecture, kernel):
     name, call, given = SHORT[kernel]
     compiled = noted.kernel(name, call, architecture, **given)
-    assert stack_bytes(compiled.asm["cubin"]) <= (256 if kernel.startswith("NVFP4, D=256") else 0)
+    stack = 256 if kernel.startswith("NVFP4, D=256") else 8 if kernel.startswith("cache") else 0
+    assert stack_bytes(compiled.asm["cubin"]) <= stack
+    assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+    if kernel.startswith("cache"):
+        assert re.search(r"mma\S*(\.bf16|\.f16|::f16)", compiled.asm["ptx"])
 
 
 def of_k(recipe):

@@ -14,6 +14,7 @@ from unittest import mock
 
 import noted
 import pytest
+import torch
 import triton
 from triton import JITFunction
 from triton._C.libtriton import ir
@@ -316,6 +317,8 @@ CALLS = {
     "NVFP4, causal": (noted.sdpa, dict(recipe="sage3", right=0)),
     "NVFP4, bias": (noted.sdpa, dict(recipe="sage3", mask="bias", left=9, bottom_right=True)),
     "one pass": (noted.sdpa, dict(recipe="sage2-8b-per-token", D=80, mask="keys", warpgroups=0)),
+    "decode": (noted.decode, dict(codes=torch.int8, N_q=16, left=9, rotated=True)),
+    "decode, masked": (noted.decode, dict(N_q=3, masked=True)),
     "unsmooth": (noted.unsmooth, dict(D=80)),
     "pool": (noted.pool, dict(D=80, block=192, shifted=True)),
     "largest": (noted.largest, {}),
@@ -350,6 +353,11 @@ FACTS = {
     "pool._largest_kernel": dict.fromkeys(("M", "count", "kept", "before"), (0, MAX_ROWS // 64)),
     # A row of codes has 64 bytes: no 2^36 are in memory.
     "kernels._over_rows_kernel": {"count": (1, 2**24), "steps": (0, 2**30)},
+    # Rows that share a head of k: 2^30 of q would take 32 GiB, of 16 channels. Splits: two a processor.
+    **dict.fromkeys(
+        ("decode._decode_kernel", "decode._combine_splits_kernel"),
+        {"N_q": (1, 16), "rows": (1, 2**30), "S": (1, 65535)},
+    ),
     # Fewer than MAX_ROWS rows in all heads, 128 or more in each.
     **{f"prepare.{x}": OF_PREPARATION for x in ("_rows_kernel", "_bounds_kernel", "_turn_kernel")},
     "kernel._hopper_kernel": OF_HOPPER,

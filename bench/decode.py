@@ -1,0 +1,145 @@
+"""1 to 16 queries against a cache: ``sage::decode`` over 16 bits, INT8 and E4M3, and SDPA.
+
+$ python bench/decode.py --json    # on a GPU about three minutes
+
+Each row is one layer's attention, over enough caches that L2 holds none, as CUDA graphs. A cache
+has room for N keys and is filled to a part of it. SDPA gets the heads as they are, with the mask
+that a static cache needs, and without one: then each query sees all N keys.
+
+Shapes: B batch, H_kv heads of k and v, of which each is read by G of q, N keys, D head_dim, N_q
+queries.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench import harness
+from bench.decoding import by_hand, unrepeated
+from bench.measure import Provider, Runner, interleave, relative_l1, summary
+from bench.tables import gain, markdown, show, speed_of
+from sage_inductor.ops.decode_call import CODES, DecodeCall
+from sage_inductor.ops.formats import QK
+
+WRONG = 0.1  # relative L1; a frozen scale's error is less
+
+
+class Shape(NamedTuple):
+    B: int
+    H_kv: int
+    G: int
+    N: int
+    D: int = 128
+    N_q: int = 1
+    filled: float = 1.0
+
+
+CALLS = [
+    *(Shape(B, 8, 4, N) for B, N in ((1, 8192), (1, 32768), (1, 131072), (16, 8192), (16, 32768))),
+    *(Shape(1, 8, 4, 32768, N_q=N_q) for N_q in (2, 4, 8, 16)), Shape(16, 8, 4, 8192, N_q=4),
+    Shape(1, 8, 4, 32768, filled=1 / 8), Shape(16, 8, 4, 8192, filled=1 / 8),
+    Shape(1, 8, 4, 32768, 64), Shape(1, 8, 4, 32768, 256), Shape(1, 1, 16, 32768),
+    Shape(1, 4, 8, 32768), Shape(1, 8, 8, 32768),
+]  # fmt: skip
+
+
+def main(argv=None) -> int:
+    parser = harness.parser(__doc__, rounds=8, target_ms=20.0)
+    args = parser.parse_args(argv)
+    device = harness.gpu(args)
+    torch.manual_seed(0)
+    method = (
+        f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in turns, over "
+        "caches that L2 does not hold; errors of the first sequence against float64 by hand"
+    )
+    result = harness.Result("decode", method, args)
+    for shape in CALLS:
+        result.add([measure(shape, args, device)])
+        torch.cuda.empty_cache()
+    show(table(result["rows"]))
+    return result.end("shape")
+
+
+def draw(shape: Shape, device) -> tuple[Tensor, ...]:
+    """q [B, H_kv G, N_q, D], k and v [B, H_kv, N, D], bf16, a mask [B, 1, N_q, N] and end [1]. k
+    has a bias in each channel, and tokens are of different size."""
+    B, H, G, N, D, N_q, filled = shape
+    make = {"device": device, "dtype": torch.bfloat16}
+    q = torch.randn(B, H * G, N_q, D, **make)
+    k, v = (torch.randn(B, H, N, D, **make) * torch.rand(B, H, N, 1, **make) for _ in range(2))
+    end = torch.tensor([int(N * filled)], device=device)
+    place = end - N_q + torch.arange(N_q, device=device)
+    mask = (torch.arange(N, device=device) <= place[:, None]).expand(B, 1, N_q, N)
+    return q, k + torch.randn(H, 1, D, **make), v, mask, end
+
+
+def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes and a scale a token and head."""
+    largest = QK["int8" if dtype == torch.int8 else "fp8"].largest
+    scale = x.abs().amax(3).float() / largest
+    x = x / scale[..., None]
+    return (x.round() if dtype == torch.int8 else x).to(dtype), scale
+
+
+def over(codes: torch.dtype | None, name: str) -> Provider:
+    def prepare(q, k, v, _, end):
+        (k, k_scale), (v, v_scale) = (
+            (x, None) if codes is None else quantized(x, codes) for x in (k, v)
+        )
+        return q, k, v, torch.zeros_like(end), end, q.shape[3] ** -0.5, k_scale, v_scale
+
+    return Provider(name, lambda *given: torch.ops.sage.decode(*given)[0], prepare)
+
+
+def by_mask(q, k, v, mask) -> Tensor:
+    """As the pass calls it. A model makes start and end once for all layers."""
+    call = DecodeCall(q, k, v, *torch.ops.sage.seen_range(mask), q.shape[3] ** -0.5, mask=mask)
+    return torch.ops.sage.decode(*call)[0]
+
+
+PROVIDERS = [
+    Provider("SDPA, mask", unrepeated, lambda *inputs: inputs[:4]),
+    Provider("SDPA", unrepeated, lambda *inputs: inputs[:3]),
+    Provider("bf16, mask", by_mask, lambda q, k, v, mask, _: (q, k, v, mask[:, 0])),
+    over(None, "bf16"), *map(over, CODES, ("INT8", "E4M3")),
+]  # fmt: skip
+
+
+def measure(shape: Shape, args, device) -> dict:
+    bytes_of = 4 * shape.B * shape.H_kv * shape.N * shape.D  # of k and v in bf16
+    sets = [draw(shape, device) for _ in range(max(2, min(40, int(2**28 / bytes_of) + 1)))]
+    row = {"shape": shape._asdict(), "error": None}
+    with torch.no_grad():
+        runners = {x.name: Runner(x, sets) for x in PROVIDERS}
+        exact = by_hand(*(x[:1] for x in sets[-1][:4]))
+        row["rel_l1"] = {n: relative_l1(x.output()[:1].double(), exact) for n, x in runners.items()}
+        wrong = [n for n, x in row["rel_l1"].items() if n != "SDPA" and not x < WRONG]
+        if wrong:
+            row["error"] = f"not near float64: {', '.join(wrong)}"
+        times = interleave(runners, args.rounds, args.target_ms)
+    row["times"] = {name: summary(each) for name, each in times.items()}
+    row["speed"] = {name: speed_of(each, times["SDPA, mask"]) for name, each in times.items()}
+    return row
+
+
+def table(rows: list[dict]) -> str:
+    """us a call, and the gain over SDPA with the mask, with its range."""
+    names = [x.name for x in PROVIDERS]
+    lines = [["B", "H_kv", "G", "N", "D", "N_q", "filled", *names]]
+    for row in rows:
+        sizes = [f"{x:g}" for x in row["shape"].values()]
+        us = (f"{row['times'][name]['ms'] * 1e3:.1f}" for name in names[:1])
+        others = (
+            f"{row['times'][name]['ms'] * 1e3:.1f}, {gain(row['speed'][name])}"
+            for name in names[1:]
+        )
+        lines.append([*sizes, *us, *others])
+    errors = (
+        f"{name} {max(row['rel_l1'][name] for row in rows):.2%}" for name in names if name != "SDPA"
+    )
+    return markdown(lines) + f"\nLargest relative L1 to float64: {', '.join(errors)}.\n"
+
+
+if __name__ == "__main__":
+    harness.run(main)

@@ -1,0 +1,257 @@
+"""``sage::decode``: attention of few queries to a cache, of 16 bits or of 8-bit codes.
+
+    s = q k^T * k_scale * scale * log2 e          k's codes in q's dtype, which holds them exactly
+    p = exp2(s - m),  l = sum of p                m is the running row maximum of a split
+    o = sum over tiles of (p v_scale / c) v * c   c is the largest v_scale of a tile
+    out = sum over splits of w o / l / sum of w   w = exp2(m + log2 l - the largest of a row)
+    lse = (log2 sum of exp2(m + log2 l)) ln 2
+
+* The time is that of reading the cache. So a program holds all queries of all heads of q that share
+  a head of k, and splits of a sequence give every processor something to read.
+* v's scales differ from key to key, so p takes them before it is rounded to 16 bits. Times a scale
+  of 1e-3, p of a long sequence may be a subnormal number of fp16. So p takes a scale's ratio to the
+  largest of its tile.
+* Tiles beyond `end`, before `start` and before the window are not read; neither are parts of them.
+* A split without keys says so by its lse, -inf, and stores no o.
+
+Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Shapes: as in decode_call.py.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sage_inductor.ops import gpus
+from sage_inductor.ops.attention_call import as_stored, empty_outputs, schema_of
+from sage_inductor.ops.decode_call import BLOCK_N, DecodeCall
+from sage_inductor.ops.formats import LOG2E, MAX_ROWS, TINY, pad_head_dim, rotation_scale
+from sage_inductor.ops.quantize.rotate import rotate
+from sage_inductor.ops.reference import decode as reference
+from sage_inductor.ops.register import launched_by, opens
+
+_LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(1 / LOG2E)
+_TINY = tl.constexpr(TINY)
+# Programs a processor. H200, 2026-11-28, a kernel of this kind, 8 kv heads: 33 to 66 splits were
+# the fastest for one sequence, 2 for 16.
+PROGRAMS = 2
+
+
+@triton.jit
+def _decode_kernel(
+    Q,  # [B, H_q, N_q, D] in, 16-bit
+    K, V,  # [B, H_kv, N, D], [B, H_kv, N, D_V] in, 16-bit, INT8 or E4M3
+    K_scale, V_scale,  # [B, H_kv, N] in, fp32; of codes
+    Mask,  # [B, N_q, N] in, bool
+    Start, End,  # [B] in, int32 or int64
+    O, Lse,  # [B, H_q, N_q, S, D_V], [B, H_q, N_q, S] out, fp32; log2 units
+    stride_qb, stride_qh, stride_qn, stride_qd,
+    stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn,
+    stride_ksb, stride_ksh, stride_ksn,
+    stride_vsb, stride_vsh, stride_vsn,
+    stride_mb, stride_mq, stride_mn,
+    stride_start, stride_end,
+    H_q, H_kv, N_q, N, rows, S,  # rows: H_q / H_kv * N_q
+    D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
+    LEFT: tl.constexpr, TURN: tl.constexpr,  # -1: no bound; 0: q is not rotated
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H_kv * cdiv(rows, BLOCK_M), S): a split of the keys, for BLOCK_M of the rows that
+    share a head of k: row g N_q + i is query i of the g-th head of the group."""
+    tiles = tl.cdiv(rows, BLOCK_M)
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    b, h_kv = (head // H_kv).to(tl.int64), (head % H_kv).to(tl.int64)
+    split = tl.program_id(1).to(tl.int64)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = row % N_q
+    h = h_kv * (H_q // H_kv) + row // N_q
+    d, dv, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
+
+    # -- which keys ----
+    start = tl.minimum(tl.maximum(tl.load(Start + b * stride_start), 0), N).to(tl.int32)
+    end = tl.minimum(tl.maximum(tl.load(End + b * stride_end), 0), N).to(tl.int32)
+    place = end - N_q + i  # the last key that a row sees
+    if LEFT >= 0:
+        start = tl.maximum(start, end - N_q - LEFT)
+    keys = tl.cdiv(tl.cdiv(tl.maximum(end - start, 0), S), BLOCK_N) * BLOCK_N  # of a split
+    begin = tl.minimum(start + split * keys, end).to(tl.int32)
+    stop = begin + tl.minimum(keys, end - begin)
+
+    q = Q + b * stride_qb + h * stride_qh + i.to(tl.int64) * stride_qn
+    q = q[:, None] + d.to(tl.int64)[None, :] * stride_qd
+    q = tl.load(q, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
+    if TURN > 0:  # of a power of two: 16 bits hold it as they held q
+        q = (rotate(q, BLOCK_M, BLOCK_D) * TURN).to(q.dtype)
+    k_ptrs = K + b * stride_kb + h_kv * stride_kh + d[None, :]
+    v_ptrs = V + b * stride_vb + h_kv * stride_vh + dv[None, :]
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    for first in tl.range(begin, stop, BLOCK_N, num_stages=NUM_STAGES):
+        key = first + n
+        inside, at = key < stop, key.to(tl.int64)
+        mask = inside[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptrs + at[:, None] * stride_kn, mask=mask, other=0.0)
+        c = tl.full([BLOCK_N], SCALE * _LOG2E, tl.float32)
+        if K_scale is not None:
+            k_scale = K_scale + b * stride_ksb + h_kv * stride_ksh + at * stride_ksn
+            c = tl.load(k_scale, mask=inside, other=0.0) * c
+        x = tl.dot(q, k.to(q.dtype).T) * c[None, :]  # [BLOCK_M, BLOCK_N]
+        if Mask is None:
+            seen = key[None, :] <= place[:, None]
+        else:
+            seen = Mask + b * stride_mb + i.to(tl.int64)[:, None] * stride_mq
+            seen = tl.load(seen + at[None, :] * stride_mn, mask=inside[None, :], other=0) != 0
+        if LEFT >= 0:
+            seen = seen & (key[None, :] >= place[:, None] - LEFT)
+        x = tl.where(seen, x, -float("inf"))
+        m_new = tl.maximum(m, tl.max(x, 1))
+        # A row that has seen nothing yet has no maximum: x - m would be NaN.
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp2(x - shift[:, None])
+        alpha = tl.exp2(m - shift)
+        l = l * alpha + tl.sum(p, 1)
+        m = m_new
+
+        mask = inside[:, None] & (dv < D_V)[None, :]  # 0 * NaN
+        v = tl.load(v_ptrs + at[:, None] * stride_vn, mask=mask, other=0.0)
+        acc = acc * alpha[:, None]
+        if V_scale is None:
+            acc = tl.dot(p.to(q.dtype), v, acc)
+        else:
+            v_scale = V_scale + b * stride_vsb + h_kv * stride_vsh + at * stride_vsn
+            v_scale = tl.load(v_scale, mask=inside, other=0.0)
+            largest = tl.maximum(tl.max(v_scale, 0), _TINY)
+            p = p * (v_scale * (1.0 / largest))[None, :]
+            acc += tl.dot(p.to(q.dtype), v.to(q.dtype)) * largest
+
+    acc = acc * tl.where(l == 0, 0.0, 1.0 / l)[:, None]
+    here = ((b * H_q + h) * N_q + i) * S + split  # [BLOCK_M]
+    tl.store(Lse + here, m + tl.log2(l), mask=row < rows)
+    mask = ((row < rows) & (l != 0))[:, None] & (dv < D_V)[None, :]
+    tl.store(O + here[:, None] * D_V + dv[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _combine_splits_kernel(
+    O, Lse_of_splits,  # [B, H_q, N_q, S, D_V], [B, H_q, N_q, S] in, fp32; log2 units
+    Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] out, fp32 the second
+    stride_ob, stride_oh, stride_on,
+    H_q, N_q, S,
+    D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid: (B * H_q * N_q,): a row, BLOCK_S splits at a time."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h, i = row // N_q // H_q, row // N_q % H_q, row % N_q
+    s, dv = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DV)
+    m, l = tl.cast(-float("inf"), tl.float32), tl.cast(0.0, tl.float32)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    for first in range(0, S, BLOCK_S):
+        here = row * S + first + s
+        lse = tl.load(Lse_of_splits + here, mask=first + s < S, other=-float("inf"))
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        weight, alpha = tl.exp2(lse - shift), tl.exp2(m - shift)
+        # A split without keys stored no o.
+        mask = (weight != 0)[:, None] & (dv < D_V)[None, :]
+        o = tl.load(O + here[:, None] * D_V + dv[None, :], mask=mask, other=0.0)
+        acc = acc * alpha + tl.sum(o * weight[:, None], 0)
+        l = l * alpha + tl.sum(weight, 0)
+        m = m_new
+    acc = acc * tl.where(l == 0, 0.0, 1.0 / l)
+    out = Out + b * stride_ob + h * stride_oh + i * stride_on + dv
+    tl.store(out, acc.to(Out.dtype.element_ty), mask=dv < D_V)
+    tl.store(Lse + row, (m + tl.log2(l)) * _LN2)
+
+
+def plan(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> tuple[int, int, int, int]:
+    """BLOCK_M, S, NUM_STAGES and num_warps. On sm_80 to sm_120 at most 8 bytes spill, and the least
+    shared memory, 99 KiB, holds it. Four warps spill from 64 rows of 128 channels on, eight with 64
+    rows of 256."""
+    (B, H_q, N_q, D), (_, H_kv, N, D_v) = a.q.shape, a.v.shape
+    rows, width = H_q // H_kv * N_q, pad_head_dim(max(int(D), int(D_v)))
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 or width == 256 else 64
+    of_keys = BLOCK_N * width * (a.k.element_size() + a.v.element_size())  # bytes of a tile
+    splits = PROGRAMS * gpus.processors(gpu) // (B * H_kv * triton.cdiv(rows, block_m))
+    splits = torch.sym_max(torch.sym_min(splits, triton.cdiv(N, BLOCK_N)), 1)
+    stages, warps = 3 if of_keys <= 32 << 10 else 2, 4 if block_m * width <= 4096 else 8
+    return block_m, splits, stages, warps
+
+
+def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[Tensor, Tensor]:
+    """``sage::decode``. A call that was traced was checked then."""
+    if isinstance(gpu, torch.device):
+        a.check()
+    if torch.float8_e4m3fn in (a.k.dtype, a.v.dtype) and gpus.capability(gpu) < (8, 9):
+        raise ValueError("sage::decode: E4M3 codes need a GPU of capability 8.9 or more")
+    (B, H_q, N_q, D), (_, H_kv, N, D_v) = a.q.shape, a.v.shape
+    D, D_v, rows = int(D), int(D_v), H_q // H_kv * N_q
+    block_m, S, num_stages, num_warps = plan(a, gpu)
+    k_strides, v_strides, mask_strides = (
+        (0, 0, 0) if x is None else x.expand(B, n, N).stride()
+        for x, n in ((a.k_scale, H_kv), (a.v_scale, H_kv), (a.mask, N_q))
+    )
+    of_splits = a.q.new_empty((B, H_q, N_q, S, D_v), dtype=torch.float32)
+    lse_of_splits = a.q.new_empty((B, H_q, N_q, S), dtype=torch.float32)
+    run(
+        _decode_kernel,
+        (B * H_kv * triton.cdiv(rows, block_m), S),
+        (a.q, a.k, a.v, a.k_scale, a.v_scale, a.mask, a.start, a.end, of_splits,
+         lse_of_splits),
+        (*a.q.stride(), *a.k.stride()[:3], *a.v.stride()[:3], *k_strides, *v_strides,
+         *mask_strides, *a.start.expand(B).stride(), *a.end.expand(B).stride(),
+         H_q, H_kv, N_q, N, rows, S,  # shape
+         D, D_v, a.scale, -1 if a.left is None else min(a.left, MAX_ROWS),
+         rotation_scale(D) if a.rotated else 0.0,  # semantics
+         block_m, BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), num_stages),
+        num_warps=num_warps,  # tile
+    )  # fmt: skip
+    out, lse = empty_outputs(a.q, D_v, a.out_bnhd)
+    run(
+        _combine_splits_kernel,
+        (B * H_q * N_q,),
+        (of_splits, lse_of_splits, out, lse),
+        (*out.stride()[:3],
+         H_q, N_q, S,  # shape
+         D_v, pad_head_dim(D_v), 16),  # tile
+        num_warps=4,
+    )  # fmt: skip
+    return out, lse
+
+
+def _decode(a: DecodeCall) -> tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v of 1 to 16 queries at the end of a cache.
+
+    Arguments: DecodeCall's. Returns out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q]
+    (natural log, fp32), neither differentiable. lse is of k as it is given: ``unsmoothed_lse``
+    adds what was taken off every key. A row that sees no key is 0, its lse -inf. What keys hold
+    before start and from end on does not matter, be it NaN. Raises ValueError or TypeError saying
+    what must hold and what was got.
+    """
+    a.check()
+    out, lse = reference.decode(a)
+    return as_stored(out, a.out_bnhd), lse
+
+
+def _seen_range(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """mask [B or 1, N_q or 1, N] bool -> start and end [B or 1] for `decode`, int64: the first key
+    that any query sees and the one after the last. Where none sees any they are N and 0."""
+    seen, N = mask.any(1), mask.shape[2]
+    key = torch.arange(N, device=mask.device)
+    return torch.where(seen, key, N).amin(1), torch.where(seen, key + 1, 0).amax(1)
+
+
+seen_range = torch.library.custom_op("sage::seen_range", _seen_range, mutates_args=())
+seen_range.register_fake(
+    lambda mask: tuple(mask.new_empty(mask.shape[:1], dtype=torch.int64) for _ in range(2))
+)
+opens(seen_range, _seen_range)  # Inductor makes it once for all layers
+decode = launched_by(
+    lambda run, gpu, *args: launch(run, gpu, DecodeCall(*args)),
+    schema_of(DecodeCall, tuple[Tensor, Tensor], DecodeCall.fake),
+)(schema_of(DecodeCall, tuple[Tensor, Tensor], _decode))
