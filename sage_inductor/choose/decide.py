@@ -82,6 +82,10 @@ def decide(call: Call, settings: Settings) -> Decision:
     if recipe is None:
         if unrepeats := _gains_unrepeated(call, shape):
             reason = reasons.UNREPEATED(shape.k[1], shape.q[1], reason)
+        slow = eligible.decoded(call.k) or (None if unrepeats else eligible.copied(call))
+        if slow:  # the first is what to change first, such as the device
+            last = reason.cause in (reasons.TOO_SHORT, reasons.UNREPEATED)
+            reason = reasons.joined([slow, reason] if last else [reason, slow])
         return found._replace(reason=reason, unrepeats=unrepeats)
     if settings.portable and (refused := _of_one_block(call, recipe)):
         return Decision(None, refused)
