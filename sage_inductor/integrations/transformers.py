@@ -4,9 +4,8 @@ Masks arrive as SDPA's do (True: visible). Calls that `attention` has no argumen
 transformers' own "sdpa": dropout, position biases, a paged cache, and in eager a single query,
 where quantizing k and v costs more than attention does.
 
-Packed documents: a vision tower calls "sage" once for each, which breaks the graph, and
-"sage_flash" once for all, as it looks for "flash" in the name. Such a name is taken for parts of a
-model alone (transformers 5.23): "sage_packed" is the same for all of it.
+Packed documents: a vision tower calls "sage" once for each, which breaks the graph, and a name with
+"flash" once for all. transformers 5.23 takes it for a part of a model: "sage_packed" is for others.
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v), S documents.
 """
@@ -67,10 +66,11 @@ def sage_attention_forward(
         use_gqa_in_sdpa,
     )
 
-    if refused := _given(kwargs, *REFUSED):
+    given = {name for name, value in kwargs.items() if value is not None and value is not False}
+    if refused := given.intersection(REFUSED):
         raise ValueError(f'attention "sage" does not support {", ".join(refused)}: use "eager"')
     one_query = not torch.compiler.is_compiling() and query.shape[2] == 1
-    if dropout or one_query or _given(kwargs, *SDPAS):
+    if dropout or one_query or given.intersection(SDPAS):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
             is_causal=is_causal, **kwargs,
@@ -102,22 +102,21 @@ def packed_attention_forward(
     not read. Causal is the bottom right of each document."""
     if cu_seq_lens_q is None:
         return sage_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if refused := _given(kwargs, *REFUSED, *SDPAS):
+    given = {name: x for name, x in kwargs.items() if x is not None}
+    if refused := [x for x in (*REFUSED, *SDPAS) if given.get(x, False) is not False]:
         raise ValueError(f"packed attention does not support {', '.join(refused)}")
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [T, H, D]
-    cu, scale = (cu_seq_lens_q, cu_seq_lens_k), kwargs.get("scaling")
-    causal, width = kwargs.get("is_causal"), kwargs.get("sliding_window")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    dropout = kwargs.get("dropout", 0.0)
-    if q.is_cuda and q.dtype != torch.float32 and not dropout and q.shape[2] == v.shape[2]:
-        longest, left = (kwargs["max_length_q"], kwargs["max_length_k"]), (width or 0) - 1
+    cu, width = (cu_seq_lens_q, cu_seq_lens_k), given.get("sliding_window", 0)
+    scale, dropout = given.get("scaling"), given.get("dropout", 0.0)
+    causal = given.get("is_causal", getattr(module, "is_causal", True))
+    if q.is_cuda and q.dtype.itemsize == 2 and not dropout and q.shape[2] == v.shape[2]:
+        longest, left = (given["max_length_q"], given["max_length_k"]), width - 1
         window = left, 0 if causal else left
         out = varlen_attn(q, k, v, *cu, *longest, scale=scale, window_size=window, **GROUPED)
     else:
         (of_q, to_q), (of_k, to_k) = map(_places, cu, (q, k))
         ahead = to_q[:, None] - to_k  # [T_q, T_k]: from a query to a key
-        seen = of_q[:, None] == of_k
-        seen = seen & (ahead <= 0) if causal else seen
+        seen = (of_q[:, None] == of_k) & (ahead <= 0 if causal else True)
         seen = seen & (ahead.abs() < width) if width else seen
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, seen, dropout, scale=scale, enable_gqa=True)
@@ -130,7 +129,3 @@ def _places(cu: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     row = torch.arange(x.shape[0], device=cu.device)
     document = torch.bucketize(row, cu, right=True)  # from 1 on
     return document, cu[document] - row
-
-
-def _given(kwargs: dict, *names: str) -> list[str]:
-    return [x for x in names if kwargs.get(x) is not None and kwargs[x] is not False]

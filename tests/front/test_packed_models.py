@@ -277,6 +277,7 @@ def test_documents_of_any_lengths_see_their_own_keys(seed):
 
 def test_a_module_says_whether_it_is_causal_if_the_call_does_not():
     qkv, given = drawn([3, 5], [3, 5])
+    given["is_causal"] = None
     found, _ = packed_attention_forward(Module(), *qkv, None, scaling=0.25, **given)
     expected = one_by_one(*qkv, given, True, None, 0.25)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-4, atol=1e-5)
