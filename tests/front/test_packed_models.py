@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,17 +31,6 @@ SIZES = dict(
     hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=100,
 )  # fmt: skip
-EYES = dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=64, out_hidden_size=64)
-
-
-def model_of(name: str):
-    """A model that sees. Its text part is not run."""
-    text = SIZES | {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}
-    eyes = EYES | {"Qwen2_5_VL": dict(fullatt_block_indexes=[1], window_size=56),
-                   "Qwen3VL": dict(deepstack_visual_indexes=[0], num_position_embeddings=64)}[name]  # fmt: skip
-    made = getattr(transformers, f"{name}Config")(text_config=text, vision_config=eyes)
-    torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForConditionalGeneration")(made).eval()
 
 
 def images(tower, n: int) -> tuple:
@@ -84,7 +74,7 @@ def graphs() -> int:
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL"])
 def test_a_tower_that_attends_to_images_one_by_one_is_told_what_breaks_its_graph(name):
-    model = model_of(name)
+    model = models.that_sees(transformers, name)
     tower = model.model.visual
     x, grid = images(tower, 3)
     with torch.no_grad():
@@ -191,7 +181,7 @@ def test_documents_of_position_ids_are_a_mask_of_sdpa():
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "Qwen3VL"])
 def test_a_tower_is_one_graph_whatever_the_images_and_gives_what_the_loop_gives(name):
-    model = model_of(name)
+    model = models.that_sees(transformers, name)
     tower = model.model.visual
     first = [1, 2, 10], [1, 2, 4]  # of the next batch every number is another, and then known to be
     second = [1, 4, 4], [1, 12, 8], [1, 6, 10]
