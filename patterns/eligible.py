@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -175,6 +176,33 @@ def _is_biased(x: Node) -> bool:
     if name in ("add", "iadd", "add_"):
         return any(getattr(value_of(each), "ndim", 0) == 1 for each in x.all_input_nodes)
     return name == "addmm" or name in _MOVES and _is_biased(x.all_input_nodes[0])
+
+
+_SCALES = re.compile(r"i?mul|i?sub|truediv|div|.*dequant.*")
+
+
+def decoded(k: Node) -> Reason | None:
+    """The reason that a call which stays is slow, where k is decoded from 8-bit codes before it, as
+    quantized caches do."""
+    op, found = "to", [k]
+    for node in found:  # which grows
+        dtype, name = getattr(value_of(node), "dtype", torch.bool), op_name(node)
+        if dtype.itemsize == 1 and dtype != torch.bool:
+            return reasons.CODES(str(dtype)[6:], op)
+        scales = _SCALES.fullmatch(name)
+        if scales and op == "to":
+            op = name
+        if scales or name in (*_MOVES, "cat", "repeat_interleave"):
+            found += [x for x in node.all_input_nodes if x not in found]
+    return None
+
+
+def copied(call: Call) -> Reason | None:
+    """The reason that a call which stays is slow, where few queries read heads that are repeated
+    for them, as those of a static cache are."""
+    q, k = (value_of(x).shape for x in (call.q, call.k))
+    few = call.repeated > 1 and statically_true(q[2] <= 16)
+    return reasons.REPEATED(k[1], q[1], q[2]) if few else None
 
 
 def why_no_fp8_backward(capability: tuple[int, int]) -> Reason | None:

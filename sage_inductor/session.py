@@ -6,9 +6,15 @@ import types
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.notes import NOTES
+from sage_inductor.patterns import reasons
 
 _ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
 _NESTED = re.compile("nested.?tensor", re.I)
+# Lines of packed documents at which a graph breaks, before attention is called.
+_DOCUMENTS = {
+    re.compile(r"split\(.*\.tolist\(\).*\b(k|keys?|key_states)\b"): reasons.CHUNKED,
+    re.compile(r"_is_packed_sequence\("): reasons.FROM_POSITIONS,
+}
 
 
 class Seen:
@@ -32,17 +38,22 @@ class Seen:
         return list(_dynamo_is_there() and compat.graph_break_reasons or ())
 
     def left_to_eager(self) -> list[str]:
-        """A line for each place where a graph breaks at an attention call, or at nested tensors.
-        On a CPU attention to these always breaks it."""
-        known, found = set(map(id, self._known)), {}
+        """A line for each place where a graph breaks at an attention call, at packed documents or
+        at nested tensors. On a CPU attention to these always breaks it."""
+        known, found, told = set(map(id, self._known)), {}, {}
         for each in self._broken():
             call = each.user_stack[-1] if each.user_stack else None
-            if id(each) not in known and call and _ATTENTION.search(call.line or ""):
-                found[f"attention at {call.filename}:{call.lineno}"] = each.reason
+            if id(each) in known or not call:
+                continue
+            line, place = call.line or "", f"{call.filename}:{call.lineno}"
+            if _ATTENTION.search(line):
+                found[f"attention at {place}"] = each.reason
+            for why in (why for at, why in _DOCUMENTS.items() if at.search(line)):
+                told[place] = f"{place}: {why(self.graphs)}; {why.remedy}"
         for text in self._new_breaks():
             if _NESTED.search(text) and text not in found.values():
                 found["attention to nested tensors"] = text
-        return [
+        return [*told.values()] + [
             f"{what} stays in eager: a graph breaks there ({text.strip().splitlines()[0]})"
             for what, text in found.items()
         ]

@@ -86,6 +86,22 @@ def decoder(lib, kind: str, **sizes):
     return getattr(lib, f"{kind}ForCausalLM")(config)
 
 
+def that_sees(lib, kind: str):
+    """A model with a vision tower: `kind` is "Qwen2_5_VL" or "Qwen3VL". Its text part is not run."""
+    width = dict(hidden_size=64, intermediate_size=64)
+    text = width | dict(
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=100,
+        rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3]},
+    )  # fmt: skip
+    eyes = width | dict(depth=2, num_heads=2, out_hidden_size=64)
+    eyes |= {
+        "Qwen2_5_VL": dict(fullatt_block_indexes=[1], window_size=56),
+        "Qwen3VL": dict(deepstack_visual_indexes=[0], num_position_embeddings=64),
+    }[kind]
+    config = getattr(lib, f"{kind}Config")(text_config=text, vision_config=eyes)
+    return getattr(lib, f"{kind}ForConditionalGeneration")(config).eval()
+
+
 def token_ids(length: int = 70):
     return torch.randint(0, 100, (2, length))
 

@@ -76,21 +76,14 @@ def decide(call: Call, settings: Settings) -> Decision:
     if training != OFF and call.out.requires_grad and not settings.portable:
         return _trained(call, shape._replace(trains=True), settings, training)
     shape = shape._replace(block_size=call.block_size)
-    decodes = wanted == AUTO and eligible.suits_decode(call)
-    if decodes and (settings.emulate if shape.capability is None else settings.force):
-        how = "emulated" if shape.capability is None else "forced"
-        return Decision(None, f"{how}, exact", decodes=True)
     unselected = eligible.why_not_selected(call) if selection is not None else None
     found = Decision(None, unselected) if unselected else _recipe(call, shape, settings, wanted)
     kept = f"; keep {selection.given()}" if selection is not None and not unselected else ""
     reason = found.reason + kept + (f" ({rule} of the policy)" if rule else "")
+    found = found._replace(reason=reason)
+    if found.recipe is None:
+        return found if found.decodes else _stays(call, shape, found, wanted)
     recipe = found.recipe
-    if recipe is None:
-        if unrepeats := _gains_unrepeated(call, shape):
-            reason = reasons.UNREPEATED(shape.k[1], shape.q[1], reason)
-        if decodes and shape.capability is not None:
-            reason = reasons.joined([reason, reasons.DECODE_UNTIMED(shape.q[2])])
-        return found._replace(reason=reason, unrepeats=unrepeats)
     if settings.portable and (refused := _of_one_block(call, recipe)):
         return Decision(None, refused)
     if stacks(call, recipes.NAMED[recipe]):
@@ -98,6 +91,26 @@ def decide(call: Call, settings: Settings) -> Decision:
     if call.out.requires_grad and not settings.portable:
         reason += "; its backward is exact attention's"
     return found._replace(reason=reason, selection=selection)
+
+
+def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decision:
+    """A call that no recipe computes: what makes it slow, and what else may compute it."""
+    unrepeats, reason = _gains_unrepeated(call, shape), found.reason
+    if unrepeats:
+        reason = reasons.UNREPEATED(shape.k[1], shape.q[1], reason)
+    slow = eligible.decoded(call.k) or (None if unrepeats else eligible.copied(call))
+    if slow:  # the first is what to change first, such as the device
+        last = reason.cause in (reasons.TOO_SHORT, reasons.UNREPEATED)
+        reason = reasons.joined([slow, reason] if last else [reason, slow])
+    if shape.capability is not None and _decodes(call, shape, wanted):
+        reason = reasons.joined([reason, reasons.DECODE_UNTIMED(shape.q[2])])
+    return found._replace(reason=reason, unrepeats=unrepeats)
+
+
+def _decodes(call: Call, shape: CallShape, wanted: str) -> bool:
+    """Whether ``sage::decode`` computes a call. Nobody timed it, so "auto" is not enough for it."""
+    old = shape.capability is not None and shape.capability < (8, 0)
+    return wanted == AUTO and not old and eligible.suits_decode(call)
 
 
 # From this version on cuDNN's kernel for one query takes a mask and heads that are not repeated,
@@ -179,6 +192,9 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
         return Decision(None, reasons.ON_CPU())
     if settings.portable and not is_cpu and not travels():
         return Decision(None, reasons.NOT_IN_A_PACKAGE(triton.__version__))
+    how, asked = "emulated" if is_cpu else "forced", settings.emulate or settings.force
+    if asked and _decodes(call, shape, wanted):
+        return Decision(None, f"{how}, exact", decodes=True)
     names = (wanted,)
     if wanted == AUTO:
         names = ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)
@@ -192,8 +208,8 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
             runnable.append(name)
     if not runnable:
         found = Decision(None, reasons.joined([*refused]))
-    elif settings.emulate or settings.force:
-        found = Decision(runnable[0], "emulated" if is_cpu else "forced")
+    elif asked:
+        found = Decision(runnable[0], how)
     elif shape.dtype == torch.float32 or call.out.requires_grad:
         exact = reasons.FP32() if shape.dtype == torch.float32 else reasons.EXACT_BACKWARD()
         found = Decision(None, reasons.joined([exact, *refused]))

@@ -102,6 +102,8 @@ def small(monkeypatch, here):
 
         monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", small_tokenizer)
         monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", small_llama)
+        auto = transformers.AutoModelForImageTextToText
+        monkeypatch.setattr(auto, "from_pretrained", small_qwen_vl)
 
 
 class SmallFlux:
@@ -152,6 +154,12 @@ def small_llama(name: str, dtype, attn_implementation=None):
 
     given = {"num_hidden_layers": 2, "attn_implementation": attn_implementation}
     return models.decoder(transformers, "Llama", **given).eval().to(dtype)
+
+
+def small_qwen_vl(name: str, dtype):
+    import transformers
+
+    return models.that_sees(transformers, "Qwen2_5_VL").to(dtype)
 
 
 def small_tokenizer(name: str, padding_side="right"):

@@ -1,4 +1,5 @@
-"""One query against a cache whose heads the model repeats: SDPA gets them as they were."""
+"""Few queries against a cache. Heads that the model repeats: SDPA gets them as they were, or the row
+says what they cost. Codes that are decoded before the call: the row says so."""
 
 import contextlib
 from unittest import mock
@@ -12,6 +13,7 @@ import sage_inductor
 from sage_inductor.choose import decide as choose
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
+from sage_inductor.findings import remedies
 from sage_inductor.ops import gpus
 from sage_inductor.options import Settings
 from sage_inductor.patterns.sdpa import TARGETS
@@ -227,3 +229,161 @@ def test_a_decoder_with_a_static_cache_gives_the_same_logits(everywhere, name):
     sites = sage_inductor.report()
     assert len(sites) in (2, 4)  # a sliding cache compiles its length as a number, twice
     assert all(site.reason.startswith("SDPA, heads not repeated: 2 of k") for site in sites)
+
+
+# -- what is slow, of models whose graphs are captured on a CPU and judged as on a GPU ----
+
+SIZES = dict(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=100, head_dim=16,
+)  # fmt: skip
+SHORT = "no known gain: a call with fewer than 256 queries or keys"
+
+
+def sites_on_a_gpu(run, *where) -> list:
+    """The sites of the graphs that Dynamo captures in ``run(backend)``, as if all tensors were on a
+    GPU of this capability."""
+    sites = []
+
+    def see(gm, example_inputs):
+        for node in gm.graph.nodes:
+            x = node.meta.get("example_value")
+            if isinstance(x, torch.Tensor):
+                with x.fake_mode:
+                    node.meta["example_value"] = torch.empty_strided(
+                        x.shape, x.stride(), dtype=x.dtype, device="cuda"
+                    )
+        with gpu(*where):
+            sites.extend(rewrite(gm, Settings()))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        run(see)
+    return sites
+
+
+def steps(cache: str, queries: int = 1, dtype=torch.bfloat16):
+    """A Llama that reads a cache of 8 tokens, compiled."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**SIZES)
+    model = transformers.LlamaForCausalLM(config).eval().to(dtype)
+    tokens = torch.arange(8 + queries)[None]
+
+    def run(backend):
+        made = {
+            "static": lambda: transformers.StaticCache(config, max_cache_len=64),
+            "fp8": lambda: transformers.QuantizedCache("fp8", config),
+        }[cache]()
+        model(tokens[:, :8], past_key_values=made)
+        torch.compile(model, backend=backend)(tokens[:, 8:], past_key_values=made)
+
+    return run
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("queries, where", [(1, [(8, 9)]), (16, [(9, 0)]), (1, [(9, 0), 91500])])
+def test_a_static_cache_of_which_heads_are_copied_says_so_and_names_the_switch(queries, where):
+    for site in sites_on_a_gpu(steps("static", queries), *where):
+        copies = f"2 heads of k and v are copied to 4 at each call, for N_q={queries}"
+        assert site.reason == f"{copies}; {SHORT}" and site.k == (1, 2, 64, 16)
+        (told,) = remedies([site])
+        assert told.startswith("heads of k and v are copied: in transformers TRANSFORMERS_SDPA_")
+
+
+@pytest.mark.models
+def test_transformers_switch_leaves_the_copies_out(monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+    sites = sites_on_a_gpu(steps("static"), (8, 9))
+    assert [site.reason for site in sites] == [SHORT] * 2
+
+
+@pytest.mark.models
+def test_many_queries_and_caches_whose_heads_are_not_copied_are_no_such_rows():
+    for run, where in [(steps("static", 17), (8, 9)), (steps("static"), (9, 0))]:
+        assert not [x for x in sites_on_a_gpu(run, where) if "are copied" in x.reason]
+
+
+@pytest.mark.models
+def test_of_fp32_the_dtype_is_what_to_change_first():
+    first, _ = sites_on_a_gpu(steps("static", dtype=torch.float32), (8, 9))
+    assert first.reason.endswith("; 2 heads of k and v are copied to 4 at each call, for N_q=1")
+    assert first.why.cause.remedy.startswith("run the model in bfloat16")
+
+
+@pytest.mark.models
+def test_transformers_fp8_cache_is_decoded_before_the_call():
+    sites = sites_on_a_gpu(steps("fp8"), (9, 0))
+    decoded = "k is decoded from float8_e4m3fn codes by `mul` before the call"
+    assert [site.reason for site in sites] == [f"{decoded}; {SHORT}"] * 2
+    (told,) = remedies(sites)
+    assert told.startswith("k is decoded from float8_e4m3fn codes: a cache in 16 bits is faster")
+    torch._dynamo.reset()
+    steps("fp8")("sage")
+    report = sage_inductor.report()
+    assert [site.reason.endswith(f"; {decoded}") for site in report] == [True] * 2
+    assert report[0].why.cause.remedy.startswith("move the model to a GPU")
+
+
+def torchao_step(q, codes, scales, new):
+    """As torchao's AffineQuantizedKVCache: the product holds the new token as it came."""
+    k = codes * scales
+    k[:, :, -1:] = new
+    k = k.repeat_interleave(G, dim=1)
+    return F.scaled_dot_product_attention(q, k, k)
+
+
+@torch.library.custom_op("other::dequantize_rows", mutates_args=())
+def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return codes * scales
+
+
+dequantize_rows.register_fake(lambda codes, scales: codes * scales)
+
+
+def dequantized(q, codes, scales, new):
+    k = dequantize_rows(codes, scales)
+    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+def with_a_residual(q, codes, scales, new):
+    """As HQQ's and quanto's layers of transformers, which keep the last tokens in 16 bits."""
+    k = torch.cat([(codes - 3) * scales, new], dim=-2)
+    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+def cast_alone(q, codes, scales, new):
+    k = codes.to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+def of_a_bool(q, codes, scales, new):
+    k = new.expand(-1, -1, N, -1) * (codes > 0)
+    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+def of_8_bit_weights(q, codes, scales, new):
+    k = F.linear(new.expand(-1, -1, N, -1), (codes * scales)[0, 0, :D])
+    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    "step, told",
+    [
+        (torchao_step, "from int8 codes by `mul`"),
+        (with_a_residual, "from int8 codes by `mul`"),
+        (cast_alone, "from int8 codes by `to`"),
+        (dequantized, "from int8 codes by `other::dequantize_rows`"),
+        (of_a_bool, None),
+        (of_8_bit_weights, None),
+    ],
+)
+def test_codes_are_seen_whatever_decodes_them_and_nothing_else_is(step, told):
+    given = (
+        torch.randn(1, H * G, 1, D).bfloat16(), torch.randint(-99, 99, (1, H, N, D)).to(torch.int8),
+        torch.rand(1, H, N, 1).bfloat16(), torch.randn(1, H, 1, D).bfloat16(),
+    )  # fmt: skip
+    run = lambda backend: torch.compile(step, backend=backend, fullgraph=True)(*given)  # noqa: E731
+    (site,) = sites_on_a_gpu(run, (9, 0))
+    assert not site.rewritten and ("codes" in site.reason) == bool(told)
+    assert site.reason.startswith(f"k is decoded {told} before the call; " if told else "")
