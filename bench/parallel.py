@@ -7,8 +7,8 @@ $ NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 torchrun ...     # through sockets: para
 
 Each of P ranks has N / P rows of q, k and v, and makes its rows of the output:
 
-    rows, heads, codes   `sage_inductor.gather_attention` by each way of ops/transport.py; the one
-                         that it chooses is marked
+    rows, heads, codes   `sage_inductor.gather_attention` by each way of transport.py; the one that
+                         it chooses is marked
     SDPA                 k and v are gathered as they are, and attention is SDPA's
 
 All but SDPA compute by one recipe. A call is a CUDA graph; "eager" is without it. The efficiency is
@@ -44,7 +44,8 @@ from torch import Tensor
 from bench import harness
 from bench.measure import WRONG, in_turns, relative_l1
 from bench.tables import case_of, groups, markdown, show
-from sage_inductor.ops import compat, peers, transport
+from sage_inductor.ops import compat
+from sage_inductor.ops.distributed import peers, transport
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall, compose
 
@@ -485,7 +486,7 @@ def links_table() -> str:
 
 def random_calls(count: int, clock: Clock, world: int, rank: int) -> Iterator[dict]:
     """By the way that is chosen, and on one GPU."""
-    draw = random.Random(1)  # ops/transport.py was fitted to those of 0
+    draw = random.Random(1)  # ops/distributed/transport.py was fitted to those of 0
     rates = transport.rates_of(dist.group.WORLD, clock.device)
     for _ in range(count):
         D, groups_of = draw.choice((64, 128)), draw.choice((1, 1, 4))

@@ -32,7 +32,7 @@ from bench.tables import groups, markdown
 from bench.trained import EULER, Size, Subject
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import how_often
-from sage_inductor.ops.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 
 EYES = {"cpu": Size(2, 2, 64, 256, 16, 100, 1), "cuda": Size(2, 2, 64, 256, 64, 600, 1, 10)}

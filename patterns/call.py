@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.recipe import NAMED, decode
-from sage_inductor.ops.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import FULL, NO_LISTS, Band, BlockLists
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.graph import Emitter, by_schema, dims, value_of

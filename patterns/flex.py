@@ -27,7 +27,6 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import guarded, specialised, statically_true
 from sage_inductor.ops.visibility import BLOCK_SIZES, Band, BlockLists
 from sage_inductor.patterns import reasons
-from sage_inductor.patterns.bands import as_additive, read_band
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
     NESTING,
@@ -40,8 +39,9 @@ from sage_inductor.patterns.graph import (
     storages,
     value_of,
 )
-from sage_inductor.patterns.index_analysis import IndexAnalysis
-from sage_inductor.patterns.index_expr import Affine, TwoValued
+from sage_inductor.patterns.masks.bands import as_additive, read_band
+from sage_inductor.patterns.masks.index_analysis import IndexAnalysis
+from sage_inductor.patterns.masks.index_expr import Affine, TwoValued
 
 MAX_EVALUATED = 2**26  # N_q * N_kv of a BlockMask: 8192 x 8192 took 1.9 s and 1.7 GB, on two cores
 

@@ -306,7 +306,7 @@ WRITES = Cause("`{}` writes in place between the products", _MOVE)
 MAY_WRITE = Cause("`{}` may write to what it is given, and is between the products", _MOVE)
 MODE = Cause("`{}` changes a mode between the products", _MOVE)
 
-# -- what is studied (measure.py, gradient_noise.py) ----
+# -- what is studied (study/measure.py, study/diagnose_training.py) ----
 
 NOT_RUN = Cause("was not run with these inputs", "give diagnose inputs that reach this call")
 NO_EXACT = Cause("was not run: diagnose knows no exact attention {}",

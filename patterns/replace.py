@@ -18,7 +18,7 @@ from torch.fx import Node
 from sage_inductor.ops.decode_call import DecodeCall
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
-from sage_inductor.ops.selector import BLOCK_SIZE
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE
 from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
 from sage_inductor.patterns.call import Call, Decision

@@ -21,12 +21,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sage_inductor.backend import explain, sage_backend
     from sage_inductor.config import config
-    from sage_inductor.diagnose import Diagnosis, diagnose, diagnosing
     from sage_inductor.errors import SageOptionError, SageRefused
     from sage_inductor.export import aoti_compile_and_package, rewrite
-    from sage_inductor.findings import Report
     from sage_inductor.functional import attention
-    from sage_inductor.gradient_noise import TrainingDiagnosis, diagnose_training
     from sage_inductor.integrations import register
     from sage_inductor.names import RecipeOption
     from sage_inductor.ops.recipe import RECIPES, RecipeName
@@ -34,8 +31,11 @@ if TYPE_CHECKING:
     from sage_inductor.options import Options
     from sage_inductor.parallel import gather_attention
     from sage_inductor.policy import CallDescription, Policy, Rule
-    from sage_inductor.report import report
     from sage_inductor.stages import Schedule, stage
+    from sage_inductor.study.diagnose import Diagnosis, diagnose, diagnosing
+    from sage_inductor.study.diagnose_training import TrainingDiagnosis, diagnose_training
+    from sage_inductor.study.findings import Report
+    from sage_inductor.study.report import report
 
 __all__ = [
     "CallDescription", "Diagnosis", "Options", "Policy", "RECIPES", "RecipeName", "RecipeOption",
@@ -47,12 +47,9 @@ __all__ = [
 _PLACES = {
     "backend": "explain sage_backend",
     "config": "config",
-    "diagnose": "Diagnosis diagnose diagnosing",
     "errors": "SageOptionError SageRefused",
     "export": "aoti_compile_and_package rewrite",
-    "findings": "Report",
     "functional": "attention",
-    "gradient_noise": "TrainingDiagnosis diagnose_training",
     "integrations": "register",
     "names": "RecipeOption",
     "ops.recipe": "RECIPES RecipeName",
@@ -60,8 +57,11 @@ _PLACES = {
     "options": "Options",
     "parallel": "gather_attention",
     "policy": "CallDescription Policy Rule",
-    "report": "report",
     "stages": "Schedule stage",
+    "study.diagnose": "Diagnosis diagnose diagnosing",
+    "study.diagnose_training": "TrainingDiagnosis diagnose_training",
+    "study.findings": "Report",
+    "study.report": "report",
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
@@ -82,8 +82,8 @@ class _Package(types.ModuleType):
         return value
 
     def __setattr__(self, name: str, value) -> None:
-        if isinstance(value, types.ModuleType) and name in _PLACE_OF:
-            value = getattr(value, name)  # Python sets a submodule here when it was imported
+        if name == "config" and isinstance(value, types.ModuleType):
+            value = value.config  # Python sets a submodule here when it was imported
         elif name == "config":
             raise AttributeError(
                 f"sage_inductor.config cannot be replaced, got {value!r}: assign to its settings, "

@@ -20,7 +20,6 @@ from sage_inductor import (
 )
 from sage_inductor.choose.decide import decide
 from sage_inductor.errors import SageOptionError
-from sage_inductor.findings import Report
 from sage_inductor.inductor_pass import package_hash
 from sage_inductor.ops import compat
 from sage_inductor.ops.compat import CompileContext, InductorWrapper, inductor_config
@@ -29,9 +28,16 @@ from sage_inductor.options import PREFIX, Options, Settings, resolve, split
 from sage_inductor.patterns.call import Site
 from sage_inductor.patterns.graph import copied, graph_modules, value_of
 from sage_inductor.policy import stages_of
-from sage_inductor.report import ends_in_graph_break, not_requested, raise_if_refused, record, whole
 from sage_inductor.session import Seen, session
 from sage_inductor.stages import by_stage
+from sage_inductor.study.findings import Report
+from sage_inductor.study.report import (
+    ends_in_graph_break,
+    not_requested,
+    raise_if_refused,
+    record,
+    whole,
+)
 
 Function = TypeVar("Function", bound=Callable)
 METADATA = "aot_inductor.metadata"

@@ -13,13 +13,13 @@ from torch.export.graph_signature import TensorArgument
 from sage_inductor import stages
 from sage_inductor.choose.decide import rewrite as _rewrite
 from sage_inductor.errors import SageOptionError
-from sage_inductor.findings import Report
 from sage_inductor.ops.notes import NOTES
 from sage_inductor.ops.recipe import renewed
 from sage_inductor.ops.register import OPAQUE
 from sage_inductor.options import Options, resolve, split
 from sage_inductor.patterns.graph import by_schema, graph_modules
-from sage_inductor.report import raise_if_refused, record, whole
+from sage_inductor.study.findings import Report
+from sage_inductor.study.report import raise_if_refused, record, whole
 
 _log = logging.getLogger("sage_inductor")
 PORTABLE_IF_ASKED = torch.ops.sage.sdpa.default, torch.ops.sage.prepare.default

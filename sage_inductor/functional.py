@@ -36,8 +36,8 @@ from sage_inductor.patterns.graph import as_float
 from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.policy import stages_of
-from sage_inductor.report import raise_if_refused, record
 from sage_inductor.session import session
+from sage_inductor.study.report import raise_if_refused, record
 
 
 # What is returned, for type checkers.

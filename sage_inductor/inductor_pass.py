@@ -17,7 +17,7 @@ from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.sources import hash_of
 from sage_inductor.options import Settings, config, resolve
 from sage_inductor.policy import stages_of
-from sage_inductor.report import ends_in_graph_break, more_notes, raise_if_refused, record
+from sage_inductor.study.report import ends_in_graph_break, more_notes, raise_if_refused, record
 
 
 class SagePass(CustomGraphPass):
@@ -57,9 +57,11 @@ class SagePass(CustomGraphPass):
 # Files and folders in this one's folder that no graph depends on: they report what became of calls,
 # or call the rest. All others are hashed. So a new file is, until somebody lists it here.
 DECIDES_NOTHING = (
-    "__main__.py", "cli", "diagnose.py", "findings.py", "gradient_noise.py", "integrations",
-    "measure.py", "page.py", "report.py", "suggest.py",
-)  # fmt: skip
+    "__main__.py",
+    "cli",
+    "integrations",
+    "study",
+)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
     out = sage_inductor.gather_attention(q, k, v)      # this rank's rows of the sequence
 
 k and v are gathered as they are, or as 8-bit codes, or heads are exchanged for rows: whichever the
-group's measured rates predict to be fastest (ops/transport.py).
+group's measured rates predict to be fastest (ops/distributed/transport.py).
 """
 
 import typing

@@ -38,7 +38,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.selector import Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.session import session
 
 VERSION = 1

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_inductor.ops import gpus
-from sage_inductor.ops import pool as of_tokens
 from sage_inductor.ops import sdpa as of_sdpa
 from sage_inductor.ops.attention import select, tiles, triton
 from sage_inductor.ops.attention_call import AttentionCall
@@ -25,6 +24,7 @@ from sage_inductor.ops.launch import noted, run
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sdpa import SdpaCall, unsmoothed_lse
+from sage_inductor.ops.sparse import pool as of_tokens
 from sage_inductor.ops.training import rowscaled as of_rowscaled
 from sage_inductor.ops.training import sagebwd as of_sagebwd
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists

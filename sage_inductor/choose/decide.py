@@ -31,7 +31,7 @@ from sage_inductor.ops.attention.select import tile_of
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
-from sage_inductor.ops.selector import Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.symbols import as_int, guarded, hint, specialised, statically_true
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.options import Settings

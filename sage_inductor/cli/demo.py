@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from sage_inductor.cli import positive
 from sage_inductor.cli.progress import Progress, track
-from sage_inductor.measure import compare
 from sage_inductor.names import AUTO
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.report import report
+from sage_inductor.study.measure import compare
+from sage_inductor.study.report import report
 
 LATENT_CHANNELS = 16
 PATCH = 2  # a token is PATCH x PATCH latents

@@ -16,7 +16,6 @@ from sage_inductor.choose import families, tables
 from sage_inductor.cli.progress import track
 from sage_inductor.cli.tune import lines
 from sage_inductor.lowering import replay
-from sage_inductor.measure import compare
 from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
@@ -26,6 +25,7 @@ from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.sources import source_tag
 from sage_inductor.options import config
+from sage_inductor.study.measure import compare
 
 
 class Probe(NamedTuple):

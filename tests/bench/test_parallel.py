@@ -14,7 +14,7 @@ from bench import harness, parallel, ring
 from bench.models import Model
 from bench.parallel import Case, communication, interpolated, received
 from sage_inductor import config
-from sage_inductor.ops import gather
+from sage_inductor.ops.distributed import gather
 
 CASE = Case("small", 256, 4, 32)
 

@@ -34,7 +34,7 @@ from sage_inductor.choose.decide import rewrite
 from sage_inductor.choose.families import Family, Table
 from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
-from sage_inductor.ops.selector import Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import Band, BlockLists
 from sage_inductor.options import Settings
 from sage_inductor.patterns import eligible

@@ -24,17 +24,18 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_inductor
-from sage_inductor import Diagnosis, Policy, diagnose, diagnosing, measure, suggest
+from sage_inductor import Diagnosis, Policy, diagnose, diagnosing
 from sage_inductor.choose import families, tables
 from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.choose.cost import Prediction, Sizes
 from sage_inductor.choose.families import Family
-from sage_inductor.diagnose import TOLERANCE
-from sage_inductor.measure import Row
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, TABLE
 from sage_inductor.ops.visibility import FULL
 from sage_inductor.patterns import Decision, Site, reasons
 from sage_inductor.policy import Rule
+from sage_inductor.study import measure, suggest
+from sage_inductor.study.diagnose import TOLERANCE
+from sage_inductor.study.measure import Row
 
 sdpa = F.scaled_dot_product_attention
 

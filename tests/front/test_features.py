@@ -23,7 +23,7 @@ import sage_inductor
 from sage_inductor import config
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
-from sage_inductor.ops.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
 
 AXES = dict(

@@ -26,11 +26,11 @@ def test_the_import_takes_nothing_of_torch_that_torch_does_not_take_itself():
 
 def test_what_torch_imports_later_is_told_of_our_ops_then():
     told = "import sage_inductor, torch.distributed.tensor"
-    assert "sage_inductor.ops.sharding" in imported(told)
+    assert "sage_inductor.ops.distributed.sharding" in imported(told)
     told = "import sage_inductor, torch._inductor.compile_fx"
-    assert {"sage_inductor.lowering", "sage_inductor.ops.sharding"} <= imported(told)
+    assert {"sage_inductor.lowering", "sage_inductor.ops.distributed.sharding"} <= imported(told)
     told = "import torch.distributed.tensor, torch._inductor.lowering, sage_inductor"
-    assert {"sage_inductor.lowering", "sage_inductor.ops.sharding"} <= imported(told)
+    assert {"sage_inductor.lowering", "sage_inductor.ops.distributed.sharding"} <= imported(told)
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["docto"], []], ids=str)
@@ -47,13 +47,13 @@ def test_the_command_line_answers_without_torch(arguments):
 
 
 def test_every_public_name_is_found_when_it_is_asked_for():
-    """In any order: report, diagnose and config are also modules' names."""
+    """In any order: config is also a module's name."""
     names = "import sage_inductor; names = sage_inductor.__all__\n"
     for order in ("names", "reversed(names)"):
         code = names + f"assert all(hasattr(sage_inductor, x) for x in {order})"
         imported(code)
     imported(
-        "import sage_inductor.report, sage_inductor.diagnose, sage_inductor.config as c\n"
+        "import sage_inductor.config as c\n"
         "from sage_inductor.config import config\n"
         "from sage_inductor import diagnose, report\n"
         "assert c is config is sage_inductor.config and callable(report) and callable(diagnose)\n"

@@ -87,7 +87,7 @@ def test_a_rank_that_ends_within_a_call_is_an_error_on_the_other(tmp_path):
 @torch.no_grad()
 def main(what: str, folder: Path) -> None:
     from sage_inductor import gather_attention
-    from sage_inductor.ops import peers
+    from sage_inductor.ops.distributed import peers
     from sage_inductor.ops.recipe import NAMED
     from sage_inductor.ops.sdpa import SdpaCall, compose
 

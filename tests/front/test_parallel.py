@@ -29,12 +29,13 @@ from torch.testing import assert_close
 import sage_inductor
 from sage_inductor import SageOptionError, gather_attention
 from sage_inductor.choose import timing
-from sage_inductor.ops import exchange, gather, notes, peers, sharding, transport
+from sage_inductor.ops import notes
+from sage_inductor.ops.distributed import exchange, gather, peers, sharding, transport
+from sage_inductor.ops.distributed.gather import Shards
+from sage_inductor.ops.distributed.transport import Rates, Transfer
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
-from sage_inductor.ops.gather import Shards
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import OPAQUE
-from sage_inductor.ops.transport import Rates, Transfer
 
 RECIPE = "sage2-8b-per-token"
 BACKENDS = ("eager", "aot_eager", "inductor", "sage")

@@ -19,7 +19,7 @@ from sage_inductor import Policy, SageOptionError, config, patterns
 from sage_inductor.choose.decide import decide, rewrite
 from sage_inductor.inductor_pass import SagePass
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.selector import Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.options import Settings
 from sage_inductor.policy import Rule, layer_of, unmatched
 

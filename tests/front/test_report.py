@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import sage_inductor
-from sage_inductor import Report, config, page
+from sage_inductor import Report, config
 from sage_inductor import report as asked_for  # the function: `report` is the module below
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
@@ -34,8 +34,9 @@ from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons
 from sage_inductor.patterns.reasons import CAUSES
 from sage_inductor.session import session
+from sage_inductor.study import page
 
-report = sys.modules["sage_inductor.report"]
+report = sys.modules["sage_inductor.study.report"]
 ROOT = Path(__file__).parents[2]
 EMULATE = {"sage.emulate": True}
 sdpa = F.scaled_dot_product_attention

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import sage_inductor
 from sage_inductor import SageRefused, config
 from sage_inductor.choose.decide import rewrite
-from sage_inductor.ops.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.options import Settings
 from sage_inductor.policy import from_python

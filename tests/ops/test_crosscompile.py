@@ -15,7 +15,6 @@ from support import attention_call
 
 from bench.tritons import ROWS
 from sage_inductor.ops import compat, gpus
-from sage_inductor.ops import pool as blocks_of_tokens
 from sage_inductor.ops import sdpa as of_sdpa
 from sage_inductor.ops.attention import nvfp4, tiles
 from sage_inductor.ops.attention import triton as portable
@@ -28,6 +27,7 @@ from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize import keys, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.sparse import pool as blocks_of_tokens
 from sage_inductor.ops.visibility import CAUSAL, FULL, Band, BlockLists, Visibility
 
 ROOT = Path(__file__).parents[2]

@@ -25,8 +25,7 @@ from triton import knobs
 import sage_inductor
 from bench.fusion import halves, rotated_half
 from bench.tritons import ROWS
-from sage_inductor.ops import compat, gpus, selector
-from sage_inductor.ops import pool as of_tokens
+from sage_inductor.ops import compat, gpus
 from sage_inductor.ops.attention.select import (
     attention,
     hopper_tile,
@@ -36,7 +35,9 @@ from sage_inductor.ops.quantize.op import quantize_kv
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.register import LAUNCHES
-from sage_inductor.ops.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse import pool as of_tokens
+from sage_inductor.ops.sparse import selector
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import CAUSAL, Visibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]

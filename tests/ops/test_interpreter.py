@@ -21,7 +21,6 @@ from pairs import chosen, has_every_variant, pairs, seeds
 from support import attention_call, relative_l2, run, run_portable
 from torch.testing import assert_close
 
-from sage_inductor.ops import pool as of_tokens
 from sage_inductor.ops import visibility
 from sage_inductor.ops.attention import triton as triton_kernel
 from sage_inductor.ops.attention.hopper import kernel as hopper
@@ -37,6 +36,7 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference import rowscaled
 from sage_inductor.ops.reference import training as of_training
+from sage_inductor.ops.sparse import pool as of_tokens
 from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.training.hopper.prepare import launch_prepare

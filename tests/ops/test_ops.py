@@ -32,7 +32,7 @@ from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import SdpaCall, attend, check, compose
 from sage_inductor.ops.sdpa import attention_call as composed
-from sage_inductor.ops.selector import Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 RECIPES = list(NAMED)

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sage_inductor.ops import compat, peers
+from sage_inductor.ops import compat
+from sage_inductor.ops.distributed import peers
 
 DEVICE = torch.device("cuda", 1)
 

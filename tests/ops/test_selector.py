@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.reference.exact import attention_exact
-from sage_inductor.ops.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists
 
 

@@ -19,8 +19,8 @@ from support import band_mask, run_seen
 
 from sage_inductor.ops.symbols import statically_true
 from sage_inductor.ops.visibility import CAUSAL, FULL, Band
-from sage_inductor.patterns.bands import prove
 from sage_inductor.patterns.graph import GraphIndex, value_of
+from sage_inductor.patterns.masks.bands import prove
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

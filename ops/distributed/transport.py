@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops import compat, peers
-from sage_inductor.ops.exchange import ALIGN, all_gather
+from sage_inductor.ops import compat
+from sage_inductor.ops.distributed import peers
+from sage_inductor.ops.distributed.exchange import ALIGN, all_gather
 from sage_inductor.ops.gpus import captures
 from sage_inductor.ops.notes import NOTES
 from sage_inductor.ops.recipe import Recipe

@@ -23,7 +23,6 @@ from sage_inductor import stages
 from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.choose.cost import SHORTEST, Prediction
 from sage_inductor.choose.decide import decide, predicted
-from sage_inductor.findings import Finding, badness, keep_worst
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
@@ -33,6 +32,7 @@ from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.shared_kv import stacks
+from sage_inductor.study.findings import Finding, badness, keep_worst
 
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
 STUDY = Settings(emulate=True, force=True)

@@ -12,11 +12,11 @@ from typing import ClassVar
 
 import torch
 
-from sage_inductor import page
 from sage_inductor.choose import tables
 from sage_inductor.choose.families import versions
 from sage_inductor.patterns import Site
 from sage_inductor.patterns.reasons import Reason
+from sage_inductor.study import page
 
 MOST_SHOWN = 20  # rows of a printed table of errors
 MOST_RANGES = 4

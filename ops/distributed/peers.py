@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.exchange import said
+from sage_inductor.ops.distributed.exchange import said
 from sage_inductor.ops.gpus import captures
 
 SHARE = 50  # a group keeps at most 1 / SHARE of a GPU's memory

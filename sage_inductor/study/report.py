@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from sage_inductor.errors import SageRefused
-from sage_inductor.findings import Report, device_name, grouped, number_of, of_any_layer, path_of
 from sage_inductor.ops.compat import CompileContext, counters
 from sage_inductor.ops.notes import NOTES
 from sage_inductor.patterns import Site
@@ -22,6 +21,14 @@ from sage_inductor.patterns.reasons import Cause
 from sage_inductor.policy import Ruling, stages_of, unmatched
 from sage_inductor.session import session
 from sage_inductor.stages import unnamed
+from sage_inductor.study.findings import (
+    Report,
+    device_name,
+    grouped,
+    number_of,
+    of_any_layer,
+    path_of,
+)
 
 log = logging.getLogger("sage_inductor")
 

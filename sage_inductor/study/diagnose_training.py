@@ -34,8 +34,6 @@ from torch import Tensor, nn
 
 from sage_inductor.backend import inputs_later, op_by_op
 from sage_inductor.choose.decide import decide
-from sage_inductor.findings import Finding, Findings, keep_worst, number_of
-from sage_inductor.measure import MAX_SCORES, SDPA, STUDY, call_progress
 from sage_inductor.names import some_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.training.gradients import OPS, training_op
@@ -45,6 +43,8 @@ from sage_inductor.patterns.eligible import is_causal
 from sage_inductor.patterns.graph import value_of
 from sage_inductor.patterns.module_path import UNNAMED
 from sage_inductor.patterns.replace import stand_in
+from sage_inductor.study.findings import Finding, Findings, keep_worst, number_of
+from sage_inductor.study.measure import MAX_SCORES, SDPA, STUDY, call_progress
 
 # Each part of a batch is followed to the parameters by itself. A batch of windows may have
 # thousands; 32 parts know the noise to 1 / sqrt(2 * 31), 13 %, and better over many parameters.

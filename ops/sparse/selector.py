@@ -15,8 +15,8 @@ From SpargeAttn (arXiv:2502.18137, section 3.3; self-similarity as its code comp
 divides by the largest product). The diagonal and dense tokens are from Sparse VideoGen
 (arXiv:2502.01776), and the weight of a tail, which is shorter, is ours.
 
-Means, self-similarity and the choice of the largest scores are ops/pool.py's, kernels on CUDA: q
-is read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
+Means, self-similarity and the choice of the largest scores are pool.py's, kernels on CUDA: q is
+read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
 waits for the device.
 
 Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queries, M_kv of keys.
@@ -27,9 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.pool import largest, pool_blocks
 from sage_inductor.ops.quantize.op import smooth
 from sage_inductor.ops.register import opens
+from sage_inductor.ops.sparse.pool import largest, pool_blocks
 from sage_inductor.ops.symbols import fix_head_dims
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from sage_inductor.ops.symbols import as_int, statically_true
 from sage_inductor.patterns.graph import GraphIndex, op_name, value_of
-from sage_inductor.patterns.index_expr import (
+from sage_inductor.patterns.masks.index_expr import (
     Affine,
     Distance,
     TwoValued,
@@ -20,7 +20,7 @@ from sage_inductor.patterns.index_expr import (
     minimum,
     substitute,
 )
-from sage_inductor.patterns.index_rules import RULES
+from sage_inductor.patterns.masks.index_rules import RULES
 
 
 class IndexAnalysis:

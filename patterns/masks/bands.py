@@ -19,8 +19,8 @@ from torch.fx import Node
 from sage_inductor.ops.symbols import as_int, statically_true
 from sage_inductor.ops.visibility import Band
 from sage_inductor.patterns.graph import GraphIndex, value_of
-from sage_inductor.patterns.index_analysis import IndexAnalysis
-from sage_inductor.patterns.index_expr import TwoValued, minimum, opposite
+from sage_inductor.patterns.masks.index_analysis import IndexAnalysis
+from sage_inductor.patterns.masks.index_expr import TwoValued, minimum, opposite
 
 
 def prove(mask: Node, n_q, n_kv, index: GraphIndex) -> tuple[Band, Node | None]:

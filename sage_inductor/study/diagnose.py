@@ -22,16 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from sage_inductor import page
 from sage_inductor.backend import inputs_later, op_by_op
 from sage_inductor.choose import families, tables
-from sage_inductor.findings import Findings, counts, number_of
-from sage_inductor.measure import SDPA, Measured, Row
 from sage_inductor.names import some_of
 from sage_inductor.ops.compat import called_instead
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, RecipeName
 from sage_inductor.policy import Policy
-from sage_inductor.suggest import POLICY, Total, merged, suggested, totals
+from sage_inductor.study import page
+from sage_inductor.study.findings import Findings, counts, number_of
+from sage_inductor.study.measure import SDPA, Measured, Row
+from sage_inductor.study.suggest import POLICY, Total, merged, suggested, totals
 
 # 8-bit q, k and v cost a relative L1 of 0.035 to 0.048 on normal inputs
 # (docs/measurements/attention.md). A call above this tolerance has inputs that its recipe does not

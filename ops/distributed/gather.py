@@ -39,9 +39,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops import compat, exchange, peers, transport
+from sage_inductor.ops import compat
 from sage_inductor.ops.attention_call import empty_outputs
-from sage_inductor.ops.exchange import all_gather, copy, said
+from sage_inductor.ops.distributed import exchange, peers, transport
+from sage_inductor.ops.distributed.exchange import all_gather, copy, said
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS, TINY, Prepared, pad_head_dim, pad_rows
 from sage_inductor.ops.quantize.op import estimate, quantize_k, quantize_v
 from sage_inductor.ops.recipe import Recipe, decode

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sage_inductor import diagnose_training
 
-NOISE = importlib.import_module("sage_inductor.gradient_noise")
+NOISE = importlib.import_module("sage_inductor.study.diagnose_training")
 sdpa = F.scaled_dot_product_attention
 
 
@@ -483,7 +483,7 @@ def test_equal_layers_are_one_row_and_examples_that_are_alike_have_no_noise():
 
 
 def test_progress_is_shown_as_diagnoses_is(capfd, monkeypatch):
-    monkeypatch.setattr("sage_inductor.measure.QUIET_S", 0.01)
+    monkeypatch.setattr("sage_inductor.study.measure.QUIET_S", 0.01)
     noise = NOISE._noise
     monkeypatch.setattr(NOISE, "_noise", lambda *args: time.sleep(0.15) or noise(*args))
     x, y = batch(2)

@@ -7,10 +7,10 @@ import operator
 from typing import NamedTuple
 
 from sage_inductor.choose.cost import fastest
-from sage_inductor.measure import SDPA, Found
 from sage_inductor.names import AUTO, OFF
 from sage_inductor.ops.recipe import BY_SPEED
 from sage_inductor.policy import Rule, layer_of
+from sage_inductor.study.measure import SDPA, Found
 
 POLICY = "the policy"  # in the place of a recipe: the suggested one of each call
 

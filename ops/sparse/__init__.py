@@ -1,0 +1,1 @@
+"""Which blocks of keys a call computes."""

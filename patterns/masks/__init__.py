@@ -1,0 +1,1 @@
+"""What an attn_mask says, proven from its graph."""

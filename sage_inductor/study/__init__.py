@@ -1,0 +1,1 @@
+"""What became of attention calls, and what it costs in accuracy: reports and diagnoses."""
