@@ -1,6 +1,6 @@
-"""Sizes that may be symbols. What is said of them must hold for every size (`statically_true`,
-`equal`), unless a guard is worth its recompilation (`guarded`). A call that stays as it was has no
-guard: until it is rewritten, guards are only noted (`noting_guards`)."""
+"""Sizes that may be symbols. What is said of them must hold for every size (`equal`), unless a
+guard is worth its recompilation (`guarded`). A call that stays as it was has no guard: until it is
+rewritten, guards are only noted (`noting_guards`)."""
 
 import contextlib
 import contextvars
@@ -11,10 +11,6 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat
-
-# Whether a condition holds for every size that the symbols in it can have. Adds no guard.
-statically_true = compat.statically_known_true
-
 
 _noted = contextvars.ContextVar("noted", default=None)
 
@@ -43,8 +39,8 @@ def guarded(condition) -> bool:
     if not isinstance(condition, torch.SymBool):
         return bool(condition)
     if not condition.node.has_hint():
-        return statically_true(condition)
-    return statically_true(condition) or guard(bool, condition)
+        return compat.statically_known_true(condition)
+    return compat.statically_known_true(condition) or guard(bool, condition)
 
 
 def specialised(n) -> int:
@@ -55,7 +51,9 @@ def specialised(n) -> int:
 
 def equal(a, b) -> bool:
     """Whether two shapes are equal, for every size."""
-    return len(a) == len(b) and all(statically_true(n == m) for n, m in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        compat.statically_known_true(n == m) for n, m in zip(a, b, strict=True)
+    )
 
 
 def as_int(n):

@@ -24,7 +24,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.symbols import guarded, specialised, statically_true
+from sage_inductor.ops.symbols import guarded, specialised
 from sage_inductor.ops.visibility import BLOCK_SIZES, Band, BlockLists
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call
@@ -36,6 +36,7 @@ from sage_inductor.patterns.graph import (
     idle,
     left_over,
     op_name,
+    statically_true,
     storages,
     value_of,
 )

@@ -7,7 +7,7 @@ found:   (k [B, H, N, D], G), which attention takes with enable_gqa
 import torch
 from torch.fx import Node
 
-from sage_inductor.ops.symbols import equal, statically_true
+from sage_inductor.ops.symbols import equal
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
     VIEWS,
@@ -15,6 +15,7 @@ from sage_inductor.patterns.graph import (
     arguments,
     only_inserts_dims,
     op_name,
+    statically_true,
     value_of,
 )
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from sage_inductor.ops.symbols import as_int, equal, statically_true
+from sage_inductor.ops.symbols import as_int, equal
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
@@ -41,6 +41,7 @@ from sage_inductor.patterns.graph import (
     may_write,
     op_name,
     shown,
+    statically_true,
     value_of,
 )
 from sage_inductor.patterns.reasons import Reason

@@ -32,12 +32,12 @@ from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.sparse.selector import Selection
-from sage_inductor.ops.symbols import as_int, guarded, hint, specialised, statically_true
+from sage_inductor.ops.symbols import as_int, guarded, hint, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.options import Settings
 from sage_inductor.patterns import eligible, reasons
 from sage_inductor.patterns.call import Call, Decision, Site
-from sage_inductor.patterns.graph import value_of
+from sage_inductor.patterns.graph import statically_true, value_of
 from sage_inductor.patterns.module_path import module_path
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks

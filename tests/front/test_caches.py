@@ -13,10 +13,10 @@ import sage_inductor
 from sage_inductor.choose import decide as choose
 from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
-from sage_inductor.findings import remedies
 from sage_inductor.ops import gpus
 from sage_inductor.options import Settings
 from sage_inductor.patterns.sdpa import TARGETS
+from sage_inductor.study.findings import remedies
 
 B, H, G, N, D = 2, 3, 4, 40, 16
 
