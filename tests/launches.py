@@ -539,7 +539,11 @@ DECODED = {
 APPENDED = {
     "append": (Facts(1, 64), SHORT, dict(D=128)),
     "append_one": (Facts.of(1), ANY, dict(D=64, heads=2, layout="apart")),
-    "append_80": (Facts(1, 64), SHORT, dict(D=80, D_v=48, layout="chunked", dtype=torch.float16, rotated=False)),
+    "append_80": (
+        Facts(1, 64),
+        SHORT,
+        dict(D=80, D_v=48, layout="chunked", dtype=torch.float16, rotated=False),
+    ),
 }
 CORRECTED = {
     "lse": (Facts(1, 64), SHORT, dict(D=128, heads=(32, 8))),

@@ -112,7 +112,7 @@ def _check(k_codes, k_scale, v_codes, v_scale, k, v, anchor, length, rotated) ->
     )  # fmt: skip
     check_cache("sage::append_kv", k_codes, v_codes, rotated)
     if not 1 <= n <= N:
-        raise ValueError(f"sage::append_kv: k must have 1 to {N} rows, which the cache has, got {n}")
+        raise ValueError(f"sage::append_kv: k must have 1 to {N} rows, as the cache has, got {n}")
 
 
 def launch(
@@ -154,8 +154,8 @@ def append_kv(
     """
     _check(k_codes, k_scale, v_codes, v_scale, k, v, anchor, length, rotated)
     place = length + torch.arange(k.shape[2], device=k.device)
-    x = reference.less_mean(k, anchor.expand(*k.shape[:2], -1), rotated)
-    for codes, scale, x in ((k_codes, k_scale, x), (v_codes, v_scale, v.float())):
+    less_anchor = reference.less_mean(k, anchor.expand(*k.shape[:2], -1), rotated)
+    for codes, scale, x in ((k_codes, k_scale, less_anchor), (v_codes, v_scale, v.float())):
         new_codes, new_scale = reference.quantize_tokens(x)
         codes.index_copy_(2, place, new_codes)
         scale.index_copy_(2, place, new_scale)

@@ -10,14 +10,12 @@ import torch
 from kernel_cases import GPU, INTERPRETER
 from pairs import seeds
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from triton.runtime import interpreter
 
 from sage_inductor.ops import gpus
-from sage_inductor.ops.attention.decode import decode
 from sage_inductor.ops.formats import HEAD_DIMS
-from sage_inductor.ops.quantize.cache import ROWS, append_kv, launch, read_kv
+from sage_inductor.ops.quantize.cache import append_kv, launch, read_kv
 
 H200 = gpus.Gpu((9, 0), 132)
 
@@ -56,7 +54,11 @@ def drawn(seed: int, runner) -> tuple:
     D = rng.choice(HEAD_DIMS if rotated else (16, 48, 64, 80, 112, 256))
     D_v, device = rng.choice((D, D, 16, 96)), runner.device
     # fp32 is rotated as bf16, which the interpreter has not.
-    dtype = runner.dtype if rotated and runner is INTERPRETER else rng.choice((runner.dtype, torch.float32))
+    dtype = (
+        runner.dtype
+        if rotated and runner is INTERPRETER
+        else rng.choice((runner.dtype, torch.float32))
+    )
     k = tokens(rng, B, H, n, D, rotated, dtype, device)
     v = tokens(rng, B, H, n, D_v, False, dtype, device)
     anchor = (8 * torch.randn(rng.choice((1, B)), H, 2 * D, device=device)).round()[..., ::2] / 8
@@ -64,7 +66,9 @@ def drawn(seed: int, runner) -> tuple:
         k[:, :, 0], v[:, :, n // 2] = anchor.to(dtype), 0
         k[0, 0, -1, 3], v[-1, -1, -1, 5] = math.nan, math.inf
     length = rng.choice((0, 1, N - n, (N - n) // 2))
-    length = torch.tensor(min(length, N - n), dtype=rng.choice((torch.int32, torch.int64)), device=device)
+    length = torch.tensor(
+        min(length, N - n), dtype=rng.choice((torch.int32, torch.int64)), device=device
+    )
     of_cache = *cache(rng, B, H, N, D, device), *cache(rng, B, H, N, D_v, device)
     return *of_cache, k, v, anchor, length, rotated
 
