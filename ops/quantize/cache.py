@@ -168,12 +168,13 @@ def _read_kv(
     anchor (fp32, broadcast to [B, H, D]) and rotated: as `append_kv` was given them. Where nothing
     was written it is the anchor, if codes or scale are 0. Raises ValueError for a rotated D that is
     none of HEAD_DIMS."""
-    x, D = codes.to(dtype), codes.shape[3]
+    x, D = codes.float(), codes.shape[3]
     if rotated:
         if D not in HEAD_DIMS:
             raise ValueError(f"sage::read_kv: head_dim must be one of {HEAD_DIMS}, got {D}")
-        # fp32 holds sums of 128 codes; dtype rounds them.
-        x = x @ reference.rotation(D, x.device).mT.to(dtype)
+        # fp32 holds sums of 128 codes. By bf16 the output's error is 2.3 %, not 1.7, where two
+        # channels of k are 12 times as large as others.
+        x = x @ reference.rotation(D, x.device).mT.float()
         scale = scale * rotation_scale(D)
     x = x.float() * scale[..., None]
     return (x if anchor is None else x + anchor[:, :, None]).to(dtype)

@@ -14,22 +14,26 @@ OF_SEQUENCES = "keys", "key_scale", "values", "value_scale", "anchor"
 
 
 class Int8Cache(StaticCache):
-    """A static cache of transformers in INT8, for ``generate(..., past_key_values=cache)``.
+    """A static cache of transformers in INT8, of about half the memory of one in 16 bits.
 
-    config: the model's. max_cache_len: the tokens of a sequence that there is room for; more are an
-    error. Layers of full attention hold codes of one byte and an fp32 scale a token and head, 2 D +
-    8 bytes where 16 bits take 4 D. Others (sliding windows, linear attention) are transformers'.
+        cache = sage_inductor.Int8Cache(model.config, max_cache_len=8192)
+        model.generate(**inputs, past_key_values=cache)
 
-    The first keys that a layer gets fix the mean that it takes off all keys, of each sequence and
-    head. Masks are not known there, so padding is among them. Any mean is exact, but for rounding.
+    config: the model's. max_cache_len: how many tokens of a sequence there is room for. A layer of
+    full attention holds codes of one byte and an fp32 scale a token and head, 2 D + 8 bytes where
+    16 bits take 4 D. Others (sliding windows, linear attention) are transformers' own.
 
-    Eager code and every compiler compute with the numbers that the codes stand for.
-    ``backend="sage"`` makes attention of up to 16 queries read the codes, where ``sage.force`` or
-    ``sage.emulate`` is on. ``reset()`` empties the cache for another text; a new cache makes
-    compiled code compile again.
+    The first keys that a layer gets fix the mean that it takes off all keys, for each sequence and
+    head. Masks are not known there, so padding is among them; any mean is exact, but for rounding.
 
-    Raises ValueError for a max_cache_len below 1 and for offloading, and from the first keys on for
-    a head_dim that is no multiple of 16 or above 256.
+    Eager code and every compiler compute with the numbers that the codes stand for. Under
+    ``backend="sage"`` with ``sage.force`` or ``sage.emulate``, attention of up to 16 queries reads
+    the codes. ``reset()`` empties the cache for another text. A new cache makes compiled code
+    compile again.
+
+    Raises ValueError for a max_cache_len below 1 and for offloading; with the first keys for a
+    head_dim that is no multiple of 16 or above 256. Tokens beyond max_cache_len raise IndexError on
+    CPU, and fail an assertion on a GPU.
     """
 
     def __init__(self, config, max_cache_len: int, offloading: bool = False):
