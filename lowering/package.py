@@ -40,8 +40,8 @@ def register(op: OpOverload) -> None:
 
     @register_lowering(op, type_promotion_kind=None)
     def lower(*args, **kwargs):
-        outputs = Launched.create(op, *args, **kwargs)  # a list, or a tuple
-        return type(outputs)(map(TensorBox.create, outputs))
+        outputs = Launched.create(op, *args, **kwargs)  # a list, or a tuple; None of what writes
+        return outputs and type(outputs)(map(TensorBox.create, outputs))
 
 
 def _stored(node: torch.fx.Node, *args, **kwargs) -> tuple:

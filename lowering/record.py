@@ -118,7 +118,7 @@ class _Recording:
         """Record all of it. Returns the number of outputs."""
         processors = Number(self, "gpu.processors", Facts(1, 2**15))
         values = (self._value(name, x) for name, x in arguments.items())
-        outputs = launch(self.launch, gpu._replace(processors=processors), *values)
+        outputs = launch(self.launch, gpu._replace(processors=processors), *values) or ()
         self.steps += [f"*out{i} = {x.given()};" for i, x in enumerate(outputs)]
         return len(outputs)
 

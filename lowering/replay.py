@@ -66,7 +66,7 @@ class Replay:
             return self.op(*args)
         tensors = [args[i] for i in self.positions]
         found = library.run(self.site, handles_of(tensors), args)
-        if found:
+        if isinstance(found, list):  # empty of what writes
             return tensors_of(found)
         outputs = self.op(*args)
         if found is None and not torch.cuda.is_current_stream_capturing():
@@ -132,7 +132,7 @@ def note(launch: Callable, given: tuple, gpu: gpus.Gpu, compile: Callable) -> No
     def run(kernel, grid: tuple, of: tuple, numbers: tuple, **options):
         noted.append((kernel, grid, of, numbers, options))
 
-    found = launch(run, gpu, *given)  # all tensors are kept: no storage takes another's place
+    found = launch(run, gpu, *given) or ()  # all tensors are kept: no storage takes another's place
     outputs = [tensors.output(x) for x in found]
     for kernel, grid, of, numbers, options in noted:
         compilation = describe(kernel, (*of, *numbers), options)

@@ -52,40 +52,56 @@ class DecodeCall(NamedTuple):
         )
         (B, H_q, N_q, D), (_, H_kv, N, _), D_v = q.shape, k.shape, v.shape[3]
         of_kv, of_border = (q.dtype, *CODES), (torch.int32, torch.int64)
-        for name, x, shape, dtypes in (
+        check_tensors(
+            "sage::decode", ("start", "end", "k_scale", "v_scale", "mask"),
             ("q", q, (B, H_q, N_q, D), (torch.float16, torch.bfloat16)),
             ("k", k, (B, H_kv, N, D), of_kv), ("v", v, (B, H_kv, N, D_v), of_kv),
             ("start", start, (B,), of_border), ("end", end, (B,), of_border),
             ("k_scale", k_scale, (B, H_kv, N), (torch.float32,)),
             ("v_scale", v_scale, (B, H_kv, N), (torch.float32,)),
             ("mask", mask, (B, N_q, N), (torch.bool,)),
-        ):  # fmt: skip
-            if x is None:
-                continue
-            if x.dtype not in dtypes:
-                raise TypeError(f"sage::decode: {name} must be one of {dtypes}, got {x.dtype}")
-            repeats = len(shape) < 4
-            x.dim() == len(shape) and all(
-                n == m or (repeats and n == 1) for n, m in zip(x.shape, shape, strict=True)
-            ) or _refuse(f"{name} must be {[*shape]}{' or broadcast' * repeats}, got {[*x.shape]}")
-            x.device == q.device or _refuse(f"{name} must be on {q.device}, got {x.device}")
+        )  # fmt: skip
         for name, x, x_scale in (("k", k, k_scale), ("v", v, v_scale)):
             (x_scale is not None) == (x.dtype in CODES) or _refuse(
                 f"{name}_scale goes with codes, and only that: {name} is {x.dtype}"
             )
-            x.stride(3) == 1 or _refuse(f"{name}'s last stride must be 1, got {x.stride(3)}")
-        (D % 16 == D_v % 16 == 0 < min(D, D_v) and max(D, D_v) <= HEAD_DIMS[-1]) or _refuse(
-            f"head_dim must be a multiple of 16 up to {HEAD_DIMS[-1]}, got {D}, {D_v}"
-        )
+        check_cache("sage::decode", k, v, self.rotated)
         H_q % H_kv == 0 or _refuse(f"heads of q must be a multiple of k's, got {H_q}, {H_kv}")
         1 <= N_q <= MAX_QUERIES or _refuse(f"q must have 1 to {MAX_QUERIES} rows, got N_q={N_q}")
-        1 <= N <= MAX_ROWS or _refuse(f"k must have 1 to {MAX_ROWS} rows, got N={N}")
         left is None or left >= 0 or _refuse(f"left must be None or at least 0, got {left}")
         left is None or mask is None or _refuse(f"left must be None beside a mask, got {left}")
-        (not self.rotated or D in HEAD_DIMS) or _refuse(
-            f"rotated, head_dim must be one of {HEAD_DIMS}, got {D}"
-        )
 
 
-def _refuse(message: str) -> None:
-    raise ValueError(f"sage::decode: {message}")
+def check_tensors(op: str, broadcast: tuple[str, ...], *rows: tuple) -> None:
+    """Raise ValueError or TypeError unless the tensors of an op have these dtypes and shapes, and
+    the first one's device. rows: (name, tensor or None, shape, dtypes). broadcast: names of those
+    that may have 1 for any size."""
+    device = rows[0][1].device
+    for name, x, shape, dtypes in rows:
+        if x is None:
+            continue
+        if x.dtype not in dtypes:
+            raise TypeError(f"{op}: {name} must be one of {dtypes}, got {x.dtype}")
+        repeats = name in broadcast
+        x.dim() == len(shape) and all(
+            n == m or (repeats and n == 1) for n, m in zip(x.shape, shape, strict=True)
+        ) or _refuse(f"{name} must be {[*shape]}{' or broadcast' * repeats}, got {[*x.shape]}", op)
+        x.device == device or _refuse(f"{name} must be on {device}, got {x.device}", op)
+
+
+def check_cache(op: str, k: Tensor, v: Tensor, rotated: bool) -> None:
+    """Raise ValueError unless an op is defined for a cache [B, H, N, D] and [B, H, N, D_v]."""
+    N, D, D_v = *k.shape[2:], v.shape[3]
+    for name, x in (("k", k), ("v", v)):
+        x.stride(3) == 1 or _refuse(f"{name}'s last stride must be 1, got {x.stride(3)}", op)
+    (D % 16 == D_v % 16 == 0 < min(D, D_v) and max(D, D_v) <= HEAD_DIMS[-1]) or _refuse(
+        f"head_dim must be a multiple of 16 up to {HEAD_DIMS[-1]}, got {D}, {D_v}", op
+    )
+    1 <= N <= MAX_ROWS or _refuse(f"k must have 1 to {MAX_ROWS} rows, got N={N}", op)
+    (not rotated or D in HEAD_DIMS) or _refuse(
+        f"rotated, head_dim must be one of {HEAD_DIMS}, got {D}", op
+    )
+
+
+def _refuse(message: str, op: str = "sage::decode") -> None:
+    raise ValueError(f"{op}: {message}")

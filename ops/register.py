@@ -28,7 +28,9 @@ LAUNCHES: dict[compat.OpOverload, Callable] = {}  # `launched_by`'s launch, of e
 _library = torch.library.Library("sage", "FRAGMENT")
 
 
-def launched_by(launch: Callable, fake: Callable | None = None, ahead: bool = True) -> Callable:
+def launched_by(
+    launch: Callable, fake: Callable | None = None, ahead: bool = True, mutates: tuple = ()
+) -> Callable:
     """Makes the op of a function's name and schema, of kernels on CUDA. The function computes it on
     CPU, in plain PyTorch, which is what Inductor compiles there.
 
@@ -41,7 +43,7 @@ def launched_by(launch: Callable, fake: Callable | None = None, ahead: bool = Tr
 
     def define(function: Callable) -> compat.OpOverload:
         name = function.__name__.strip("_")
-        schema = torch.library.infer_schema(function, mutates_args=())
+        schema = torch.library.infer_schema(function, mutates_args=mutates)
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, function, "CPU")
         _library.impl(name, lambda *args: launch(run, args[0].device, *args), "CUDA")

@@ -47,7 +47,11 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         mask = emit(aten.squeeze.dim, attn_mask, 1)  # [B or 1, N_q or 1, N]
         seen = emit(torch.ops.sage.seen_range.default, mask)
         borders = (emit(operator.getitem, seen, i) for i in range(2))
-        args = DecodeCall(q, k, v, *borders, scale, mask=mask, out_bnhd=order != BHND)
+        (k, k_scale, rotated), (v, v_scale, _) = _codes(k, emit), _codes(v, emit, True)
+        args = DecodeCall(
+            q, k, v, *borders, scale, k_scale, v_scale, mask, rotated=rotated,
+            out_bnhd=order != BHND,
+        )  # fmt: skip
         new = emit(torch.ops.sage.decode.default, *args)
         return put(emit(operator.getitem, new, 0))
     if decision.trained_by is not None:
@@ -86,6 +90,25 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         lse = emit.insert(operator.getitem, (new, 1), lse)
         first = emit(torch.ops.sage.with_sink.default, first, lse, call.sink)
     put(first)
+
+
+def _codes(x: Node, emit: Emitter, of_v: bool = False) -> tuple[Node, Node | None, bool]:
+    """(codes, scales, whether they are rotated) of the cache of which k or v is read, whole or some
+    of its tokens; (x, None, False) where it is none. What was taken off every key does not matter.
+
+    before:  k = sage.read_kv(codes, scale, anchor, True, torch.bfloat16)[:, :, :N]
+    after:   codes[:, :, :N], scale[:, :, :N]
+    """
+    name, args = op_name(x), x.args
+    if name == "getitem" and isinstance(args[1], tuple) and len(args[1]) <= 3:
+        *of_cache, rotated = _codes(args[0], emit, of_v)
+        if of_cache[1] is not None and all(isinstance(each, slice) for each in args[1]):
+            return *(emit(operator.getitem, y, args[1]) for y in of_cache), rotated
+    if name == "read_kv" and not any(emit.index.written_after(y, x) for y in args[:2]):
+        codes, scale, anchor, rotated, _ = args
+        if not of_v or (anchor is None and not rotated):
+            return codes, scale, rotated
+    return x, None, False
 
 
 def stand_in(call: Call, out: Node) -> None:

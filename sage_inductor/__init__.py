@@ -5,6 +5,7 @@ The public names by task. Modules and what else they hold are private: they chan
     Compile: sage_backend, explain
     See what was rewritten: report, Report
     Call attention: attention, gather_attention, register
+    Generate text: Int8Cache
     Measure the error: diagnose, diagnosing, Diagnosis
     Choose by module, layer or step: Policy, Rule, CallDescription, stage, Schedule
     Set and name: config, Options, RECIPES, RecipeName, RecipeOption
@@ -14,6 +15,7 @@ The public names by task. Modules and what else they hold are private: they chan
 """
 
 import importlib
+import importlib.util
 import sys
 import types
 from typing import TYPE_CHECKING
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from sage_inductor.export import aoti_compile_and_package, rewrite
     from sage_inductor.functional import attention
     from sage_inductor.integrations import register
+    from sage_inductor.integrations.int8_cache import Int8Cache
     from sage_inductor.names import RecipeOption
     from sage_inductor.ops.recipe import RECIPES, RecipeName
     from sage_inductor.ops.sources import __version__
@@ -38,12 +41,14 @@ if TYPE_CHECKING:
     from sage_inductor.study.report import report
 
 __all__ = [
-    "CallDescription", "Diagnosis", "Options", "Policy", "RECIPES", "RecipeName", "RecipeOption",
-    "Report", "Rule", "SageOptionError", "SageRefused", "Schedule", "TrainingDiagnosis",
-    "__version__", "aoti_compile_and_package", "attention", "config", "diagnose",
-    "diagnose_training", "diagnosing", "explain", "gather_attention", "register", "report",
-    "rewrite", "sage_backend", "stage",
+    "CallDescription", "Diagnosis", "Int8Cache", "Options", "Policy", "RECIPES", "RecipeName",
+    "RecipeOption", "Report", "Rule", "SageOptionError", "SageRefused", "Schedule",
+    "TrainingDiagnosis", "__version__", "aoti_compile_and_package", "attention", "config",
+    "diagnose", "diagnose_training", "diagnosing", "explain", "gather_attention", "register",
+    "report", "rewrite", "sage_backend", "stage",
 ]  # fmt: skip
+if importlib.util.find_spec("transformers") is None:
+    __all__.remove("Int8Cache")
 _PLACES = {
     "backend": "explain sage_backend",
     "config": "config",
@@ -51,6 +56,7 @@ _PLACES = {
     "export": "aoti_compile_and_package rewrite",
     "functional": "attention",
     "integrations": "register",
+    "integrations.int8_cache": "Int8Cache",
     "names": "RecipeOption",
     "ops.recipe": "RECIPES RecipeName",
     "ops.sources": "__version__",

@@ -224,7 +224,7 @@ def planned(launch: Callable, arguments: dict, processors: int) -> Plan:
         {x.untyped_storage()._cdata: k for k, x in given.items() if isinstance(x, torch.Tensor)}
     )
     found = launch(run, H200._replace(processors=processors), *given.values())
-    outputs = [(describe(x), list(x.shape), list(x.stride()), KINDS[x.dtype]) for x in found]
+    outputs = [(describe(x), list(x.shape), list(x.stride()), KINDS[x.dtype]) for x in found or ()]
     made = {name: size for name, size in sizes.items() if name.startswith("made")}
     views = {name: (label.seen.get(of), byte) for name, (of, byte) in views.items()}
     return Plan(launches, outputs, made, views)
@@ -410,6 +410,22 @@ def decode(
     return call._asdict()
 
 
+def append(
+    B: Facts, n: Facts, N: Facts, D: int, D_v: int | None = None, heads: int = 8,
+    layout: str = "bnhd", dtype=torch.bfloat16, rotated: bool = True,
+) -> dict:  # fmt: skip
+    """The arguments of append_kv."""
+    H, found = Facts.of(heads), {}
+    widths = {"k": Facts.of(D), "v": Facts.of(D_v or D)}
+    for name, width in widths.items():
+        found[f"{name}_codes"] = contiguous(torch.int8, B, H, N, width)
+        found[f"{name}_scale"] = contiguous(torch.float32, B, H, N)
+    for name, width in widths.items():
+        found[name] = tensor(dtype, (B, H, n, width), strides(layout, (B, H, n, width)))
+    of_anchor = contiguous(torch.float32, B, H, Facts.of(D))
+    return found | {"anchor": of_anchor, "length": tensor(torch.int64, (), ()), "rotated": rotated}
+
+
 def correct(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, heads=(16, 16), layout: str = "bnhd"
 ) -> dict:
@@ -522,6 +538,15 @@ DECODED = {
         Facts(1, 64), SHORT, dict(D=256, heads=(4, 1), codes=torch.float8_e4m3fn, layout="bhnd", out_bnhd=True),
     ),
 }  # fmt: skip
+APPENDED = {
+    "append": (Facts(1, 64), SHORT, dict(D=128)),
+    "append_one": (Facts.of(1), ANY, dict(D=64, heads=2, layout="apart")),
+    "append_80": (
+        Facts(1, 64),
+        SHORT,
+        dict(D=80, D_v=48, layout="chunked", dtype=torch.float16, rotated=False),
+    ),
+}
 CORRECTED = {
     "lse": (Facts(1, 64), SHORT, dict(D=128, heads=(32, 8))),
     "lse_72": (Facts(1, 64), SHORT, dict(D=72, heads=(5, 5), layout="every_other")),
@@ -532,7 +557,7 @@ PREPARED = {
     "pool_less": (Facts(1, 64), ANY, dict(op="pool_blocks", D=64, two=True)),
     "largest": (Facts(1, 64), SHORT, dict(op="largest", D=64)),
 }
-PACKAGED = ATTENTION | QUANTIZE | DECODED | CORRECTED | PREPARED
+PACKAGED = ATTENTION | QUANTIZE | DECODED | APPENDED | CORRECTED | PREPARED
 CALLS = PACKAGED | TRAINED
 LENGTHS = 1, 2, 5, 77, 128, 1000, 2047, 2048, 3584, 6143, 6144, 16000
 
@@ -540,7 +565,7 @@ LENGTHS = 1, 2, 5, 77, 128, 1000, 2047, 2048, 3584, 6143, 6144, 16000
 def arguments(name: str, *sizes: Facts) -> dict:
     ofs = (
         (ATTENTION, attention), (QUANTIZE, quantize), (TRAINED, train), (DECODED, decode),
-        (CORRECTED, correct), (PREPARED, prepare),
+        (APPENDED, append), (CORRECTED, correct), (PREPARED, prepare),
     )  # fmt: skip
     of = next(of for names, of in ofs if name in names)
     return of(*sizes, **CALLS[name][2])
@@ -555,7 +580,7 @@ def op_of(name: str):
     of_training = "rowscaled_backward" if "backward" in name else "rowscaled"
     ofs = (
         (ATTENTION, "attention"), (QUANTIZE, "quantize_kv"), (TRAINED, of_training),
-        (DECODED, "decode"), (CORRECTED, "unsmoothed_lse"),
+        (DECODED, "decode"), (APPENDED, "append_kv"), (CORRECTED, "unsmoothed_lse"),
     )  # fmt: skip
     op = PREPARED[name][2]["op"] if name in PREPARED else next(op for x, op in ofs if name in x)
     return getattr(torch.ops.sage, op).default

@@ -20,6 +20,7 @@ from sage_inductor.ops.attention import select, tiles, triton
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import Compilation, Launch, describe
 from sage_inductor.ops.decode_call import DecodeCall
+from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.launch import noted, run
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
@@ -184,6 +185,17 @@ def decode(
     mask = empty(B, N_q, N, dtype=torch.bool) if masked else None
     call = DecodeCall(q, k, v, end, end, D**-0.5, scale, scale, mask, **given)
     torch.ops.sage.decode(*call)
+
+
+def append(D: int = 128, D_v: int | None = None, n: int = 1, dtype=torch.bfloat16) -> None:
+    """Rotated where it can be."""
+    N, D_v = 8192, D_v or D
+    k, v = (support.heads(B, H_KV, n, width, dtype, "meta") for width in (D, D_v))
+    codes = (empty(B, H_KV, N, width, dtype=torch.int8) for width in (D, D_v))
+    scales = (empty(B, H_KV, N, dtype=torch.float32) for _ in range(2))
+    of_cache = (x for pair in zip(codes, scales) for x in pair)
+    anchor, length = empty(B, H_KV, D, dtype=torch.float32), empty(dtype=torch.int64)
+    torch.ops.sage.append_kv(*of_cache, k, v, anchor, length, D in HEAD_DIMS)
 
 
 def unsmooth(D: int) -> None:

@@ -23,6 +23,7 @@ from sage_inductor.ops.formats import (
     NO_SHIFT,
     OF_HIDDEN,
     OF_HIDDEN_FP4,
+    QK,
     ROTATED,
     SAMPLE,
     TINY,
@@ -63,9 +64,7 @@ def quantize_k(
     k_scale [B, H, N_pad / K_BLOCK, k_groups] in fp32. Rows that are not `visible` [B or 1, H or 1,
     N] have no part in the scales and saturate."""
     qk, groups = recipe.of_qk, recipe.sharing.k_groups
-    x = pad(k.float() - k_mean[:, :, None])
-    if recipe.rotated:
-        x = rotate((0.5 * x).to(of_16_bits(k)))
+    x = pad(less_mean(k, k_mean, recipe.rotated))
     n = torch.arange(x.shape[2], device=k.device)
     # per_thread: columns {2j, 2j+1} + 8*{0..7} of 64
     group = n // K_BLOCK * groups + n % 8 // 2 % groups
@@ -73,6 +72,17 @@ def quantize_k(
         visible = F.pad(visible.bool(), (0, x.shape[2] - visible.shape[2]), value=True)
     codes, k_scale = _to_codes(x, qk, group, x.shape[2] // K_BLOCK * groups, visible)
     return pack(codes) if qk.packed == 2 else codes, k_scale.unflatten(2, (-1, groups))
+
+
+def less_mean(k: Tensor, k_mean: Tensor, rotated: bool) -> Tensor:
+    """k [B, H, N, D] - k_mean [B, H, D] in fp32; rotated: of its half, [B, H, N, D_pad]."""
+    x = k.float() - k_mean[:, :, None]
+    return rotate((0.5 * pad(x, rows=False)).to(of_16_bits(k))) if rotated else x
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, H, N, D] in fp32 -> codes of INT8, and a scale of each row [B, H, N] in fp32."""
+    return _to_codes(x, QK["int8"], torch.arange(x.shape[2], device=x.device), x.shape[2])
 
 
 def pack(x: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def test_recorded_functions_are_short_and_have_every_kernel_of_their_ops(library
         "_list_tiles_kernel", "_rank_tiles_kernel", "_estimate_kernel", "_quantize_k_kernel",
         "_quantize_kv_kernel", "quantize_v_again_kernel", "_partial_kernel", "_final_kernel",
         "_quantize_v_kernel", "_quantize_kernel", "_pool_kernel", "_largest_kernel",
-        "_unsmooth_kernel", "_decode_kernel", "_combine_splits_kernel",
+        "_unsmooth_kernel", "_decode_kernel", "_combine_splits_kernel", "_append_kv_kernel",
     }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import load_module
 from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.quantize.cache import append_kv
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
@@ -270,6 +271,9 @@ def on_cpu(with_torch, monkeypatch):
         asked.append("unsmoothed_lse")
         return [torch.empty_like(lse)]
 
+    def append(*_):
+        asked.append("append_kv")
+
     built = concurrent.futures.Future()
     built.set_result(with_torch.python)
     monkeypatch.setattr(replay, "library", lambda: built)
@@ -287,6 +291,7 @@ def on_cpu(with_torch, monkeypatch):
             ("quantize_kv", quantize),
             ("attention", attend),
             ("unsmoothed_lse", correct),
+            ("append_kv", append),
         ):
             lib.impl(name, of_cpu, "CPU", allow_override=True)
         yield asked
@@ -374,6 +379,27 @@ def test_a_compiled_model_replays_what_it_launched(model, dynamic, with_torch, o
             check_launches(with_torch, given, expected)
             for x, (_, shape, strides, dtype) in zip(outputs, expected.outputs):
                 assert (list(x.shape), list(x.stride()), KINDS[x.dtype]) == (shape, strides, dtype)
+
+
+def test_what_writes_to_a_cache_is_replayed_once_and_on_the_cache_itself(with_torch, on_cpu):
+    def step(*given):
+        append_kv(*given, True)
+        return given[1] + 1
+
+    given = [
+        *[torch.zeros(2, 2, 64, 64, dtype=torch.int8), torch.zeros(2, 2, 64)] * 2, *draw(2, 3)[:2],
+        torch.zeros(2, 2, 64), torch.tensor(0),
+    ]  # fmt: skip
+    given[2:4] = (x.clone() for x in given[2:4])
+    run = torch.compile(step, fullgraph=True)
+    for _ in range(3):
+        on_cpu.clear()
+        with_torch.written()
+        run(*given)
+    like = {f"x{i}": Tensor(x.dtype, x.shape, x.stride()) for i, x in enumerate(given)}
+    expected = calls.planned(lambda *x: LAUNCHES[append_kv](*x, True), like, 132)
+    assert not on_cpu and len(expected.launches) == 1
+    check_launches(with_torch, given, expected)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

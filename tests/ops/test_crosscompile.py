@@ -675,6 +675,8 @@ SHORT = {
     "largest": ("_largest_kernel", noted.largest, {}),
     **{f"cache, {name}": ("_decode_kernel", noted.decode, given) for name, given in CACHES.items()},
     "splits": ("_combine_splits_kernel", noted.decode, dict(D=256)),
+    **{f"append, D={D}": ("_append_kv_kernel", noted.append, dict(D=D, **given)) for D, given in (
+        (64, {}), (80, dict(D_v=128)), (128, dict(dtype=torch.float16)), (256, dict(n=20)))},
     **{f"lse, D={D}": ("_unsmooth_kernel", noted.unsmooth, dict(D=D)) for D in (32, 64, 80, 256)},
     **{f"NVFP4, D={D}{', along N' * along_n}":
            ("_quantize_kernel", noted.sdpa, dict(recipe="sage3", D=D, which=along_n))
@@ -688,11 +690,12 @@ SHORT = {
 @picked(
     ((8, 6), "largest"), ((8, 0), "lse, D=256"), ((12, 0), "lse, D=80"), ((8, 6), "NVFP4, D=128"),
     ((10, 0), "NVFP4, D=256, along N"), ((9, 0), "cache, INT8"), ((12, 0), "cache, 256 channels"),
+    ((8, 0), "append, D=64"), ((9, 0), "append, D=256"), ((12, 0), "append, D=128"),
     tritons=[
         ((12, 0), "largest"), ((9, 0), "lse, D=32"), ((9, 0), "NVFP4, D=8"),
         ((12, 0), "NVFP4, D=8, along N"), ((9, 0), "pieces"), ((9, 0), "pieces, training"),
         ((8, 0), "cache, INT8, 64 rows"), ((9, 0), "cache, E4M3"), ((12, 0), "cache, 64 rows"),
-        ((8, 9), "splits"),
+        ((8, 9), "splits"), ((9, 0), "append, D=80"), ((12, 0), "append, D=256"),
     ],
     where=lambda architecture, kernel: (
         (architecture == (9, 0) or "pieces" not in kernel)
