@@ -102,15 +102,15 @@ def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decisi
     if slow:  # the first is what to change first, such as the device
         last = reason.cause in (reasons.TOO_SHORT, reasons.UNREPEATED)
         reason = reasons.joined([slow, reason] if last else [reason, slow])
-    if shape.capability is not None and _decodes(call, shape, wanted):
+    if wanted == AUTO and shape.capability is not None and _decodes(call, shape):
         reason = reasons.joined([reason, reasons.DECODE_UNTIMED(shape.q[2])])
     return found._replace(reason=reason, unrepeats=unrepeats)
 
 
-def _decodes(call: Call, shape: CallShape, wanted: str) -> bool:
+def _decodes(call: Call, shape: CallShape) -> bool:
     """Whether ``sage::decode`` computes a call. Nobody timed it, so "auto" is not enough for it."""
     old = shape.capability is not None and shape.capability < (8, 0)
-    return wanted == AUTO and not old and eligible.suits_decode(call)
+    return not old and eligible.suits_decode(call)
 
 
 # From this version on cuDNN's kernel for one query takes a mask and heads that are not repeated,
@@ -193,7 +193,7 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
     if settings.portable and not is_cpu and not travels():
         return Decision(None, reasons.NOT_IN_A_PACKAGE(triton.__version__))
     how, asked = "emulated" if is_cpu else "forced", settings.emulate or settings.force
-    if asked and _decodes(call, shape, wanted):
+    if asked and wanted == AUTO and _decodes(call, shape):
         return Decision(None, f"{how}, exact", decodes=True)
     names = (wanted,)
     if wanted == AUTO:

@@ -8,6 +8,7 @@ import math
 import random
 from typing import NamedTuple
 
+import noted
 import pytest
 import support
 import torch
@@ -27,7 +28,7 @@ from sage_inductor.ops.reference.quantize import rotate
 from sage_inductor.ops.sdpa import unsmoothed_lse
 
 INT8, E4M3 = CODES
-LENGTHS = 1, 63, 64, 65, 127, 128, 129, 191, 200, 257, 320
+LENGTHS = 1, 63, 65, 128, 129, 191, 200, 257, 320, 321, 449
 LONG = 1, 64, 1000, 4096, 5001, 8192  # on a GPU
 
 # -- calls ----
@@ -40,7 +41,7 @@ class Draw(NamedTuple):
 
 def drawn(seed: int, runner) -> Draw:
     """A random call of caches that hold NaN, or codes with scales of NaN, where no key is."""
-    rng = random.Random(seed)
+    rng = random.Random(f"decode {seed}")
     torch.manual_seed(seed)
     on_gpu, device = runner is GPU, runner.device
     B, H_kv, G, N_q = rng.randint(1, 3), rng.randint(1, 3), rng.randint(1, 16), rng.randint(1, 16)
@@ -49,19 +50,23 @@ def drawn(seed: int, runner) -> Draw:
     N = rng.choice(LONG if on_gpu else LENGTHS)
     dtype = rng.choice((torch.float16, torch.bfloat16)) if on_gpu else torch.float16
     rotated = rng.random() < 0.25
-    D = rng.choice((64, 128, 256) if rotated else (16, 48, 64, 80, 128, 256))
+    D = rng.choice((64, 64, 128, 256) if rotated else (16, 16, 48, 64, 64, 80, 128, 256))
     D_v = rng.choice((D, D, 16, 64, 112))
     q = support.heads(B, G * H_kv, N_q, D, dtype, device) * rng.choice((0.3, 1, 2))
     k, k_scale = cache(rng, (B, H_kv, N, D), dtype, device)
     v, v_scale = cache(rng, (B, H_kv, N, D_v), dtype, device)
     start, end = borders(rng, B, N, N_q, device)
     mask = masks(rng, B, N_q, N, device) if rng.random() < 0.4 else None
-    left = None if mask is not None else rng.choice((None, None, 0, 5, 63, 64, 100, 2**30))
+    left = (
+        None
+        if mask is not None
+        else rng.choice((None, None, None, None, 0, 63, 64, 100, 200, 2**30))
+    )
     call = DecodeCall(
         q, k, v, start, end, rng.choice((D**-0.5, 0.05, -0.2)), k_scale, v_scale, mask, left,
         rotated, rng.random() < 0.5,
     )  # fmt: skip
-    return Draw(poisoned(call), rng.choice((1, 2, 8, 16, 64)) * B)
+    return Draw(poisoned(call), rng.choice((1, 2, 3, 5, 64)) * B * H_kv // 2)
 
 
 def cache(rng, shape: tuple, dtype, device) -> tuple[Tensor, Tensor | None]:
@@ -102,9 +107,10 @@ def borders(rng, B: int, N: int, N_q: int, device) -> tuple[Tensor, Tensor]:
     """Empty sequences, ends beside a tile's, and beyond what there is."""
 
     def number():
-        return rng.choice((0, N, N - 1, N // 2, rng.randint(0, N), 64, 65, N_q, N_q - 1, N + 9))
+        of_tiles = BLOCK_N * rng.randint(0, N // BLOCK_N) + rng.choice((-1, 0, 1))
+        return rng.choice((0, N - 1, rng.randint(0, N), of_tiles, of_tiles, N_q - 1, N + 9))
 
-    pairs = [(rng.choice((0, 0, -3, 1, number())), rng.choice((N, number()))) for _ in range(B)]
+    pairs = [(rng.choice((0, 0, -3, 1, number())), rng.choice((N, N, number()))) for _ in range(B)]
     start, end = (
         torch.tensor(x, dtype=rng.choice((torch.int32, torch.int64)), device=device)
         for x in zip(*pairs)
@@ -205,17 +211,18 @@ def test_it_is_attention_to_what_is_there(runner, seed):
 @chosen(lambda left, N_q: N_q == 3, left=[None, 100], N_q=[1, 3])
 def test_what_there_is_is_split_evenly(left, N_q):
     """With k = 0 a split's sum of exp2(0) is the number of the keys that its row sees."""
-    given, a = [], call_of(2, 1, 1, N_q, N=1400)
+    given, a = [], call_of(2, 1, 1, N_q, N=1400, left=left)
     start, end = [3, 300], [1307, 301]
-    a = a._replace(k=0 * a.k, start=torch.tensor(start), end=torch.tensor(end), left=left)
+    a = a._replace(start=torch.tensor(start), end=torch.tensor(end))
 
     def run(kernel, grid, tensors, numbers, **options):
         given.append(tensors)
         support.run(kernel, grid, tensors, numbers, **options)
 
-    for x, y in zip(launch(run, gpus.Gpu((9, 0), 18), a), by_hand(a)):
+    for x, y in zip(launch(run, gpu := gpus.Gpu((9, 0), 18), a), by_hand(a)):
         assert_close(x.double(), y, rtol=2e-3, atol=2e-3)
-    splits = given[0][-1][:, 0, -1].exp2().round()  # of the last query
+    launch(run, gpu, a._replace(k=0 * a.k))
+    splits = given[2][-1][:, 0, -1].exp2().round()  # of the last query
     for found, first, last in zip(splits, start, end):
         first = first if left is None else max(first, last - N_q - left)
         size = -(-(last - first) // len(found) // BLOCK_N) * BLOCK_N
@@ -235,6 +242,19 @@ def test_lse_gets_what_was_taken_off_k_by_an_op_of_its_own(runner):
     (lse,) = unsmoothed_lse(lse, a.q, anchor.float(), a.scale)
     assert_close(out, whole[0], rtol=1e-2, atol=1e-2)
     assert_close(lse, whole[1], rtol=1e-3, atol=1e-2)
+
+
+def test_keys_are_read_by_two_programs_a_processor_and_once():
+    """By shapes alone: what a cache holds is not known."""
+    q = torch.empty(1, 32, 16, 256, dtype=torch.bfloat16, device="meta")
+    for B, H_kv, N_q, N, D, block_m, splits in (
+        (1, 8, 1, 32768, 128, 16, 33), (16, 8, 1, 8192, 128, 16, 2), (64, 8, 1, 8192, 128, 16, 1),
+        (1, 8, 8, 512, 128, 32, 8), (1, 8, 9, 1, 64, 64, 1), (1, 8, 16, 8192, 128, 64, 33),
+        (1, 8, 16, 8192, 256, 32, 16), (1, 1, 3, 8192, 64, 64, 128),
+    ):  # fmt: skip
+        k = torch.empty(B, H_kv, N, D, dtype=torch.int8, device="meta")
+        a = DecodeCall(q[..., :N_q, :D].expand(B, -1, -1, -1), k, k, None, None, 1.0)
+        assert plan(a, noted.H200)[:2] == (block_m, splits)
 
 
 # -- the op ----
