@@ -348,7 +348,7 @@ def dequantized(q, codes, scales, new):
 
 def with_a_residual(q, codes, scales, new):
     """As HQQ's and quanto's layers of transformers, which keep the last tokens in 16 bits."""
-    k = torch.cat([(codes - 3) * scales, new], dim=-2)
+    k = torch.cat([(codes.to(q.dtype) - 3) * scales, new], dim=-2)
     return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
 
 

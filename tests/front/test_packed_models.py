@@ -277,10 +277,12 @@ def test_without_documents_it_is_what_sage_is():
     qkv, _ = drawn([40], [40])
     with config.patch(emulate=True), torch.no_grad():
         found, same = (
-            f(Module(), *qkv, None, scaling=0.25)[0]
+            f(Module(), *qkv, None, scaling=0.5, is_causal=False)[0]
             for f in (packed_attention_forward, sage_attention_forward)
         )
-    assert torch.equal(found, same) and len(sage_inductor.report().rewritten)
+        other = sage_attention_forward(Module(), *qkv, None)[0]
+    assert torch.equal(found, same) and not torch.equal(found, other)
+    assert len(sage_inductor.report().rewritten) == len(sage_inductor.report())
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "cache", "position_bias"])
@@ -304,7 +306,7 @@ class Seen(TorchDispatchMode):
 
 
 def called_on_a_gpu(dtype=torch.bfloat16, D_v=16, **given) -> list:
-    qkv, documents = drawn([3, 5], [3, 5], D_v=D_v)
+    qkv, documents = drawn([3, 5], [4, 7], D_v=D_v)
     with FakeTensorMode(), Seen() as seen:
         qkv = [torch.empty(x.shape, device="cuda", dtype=dtype) for x in qkv]
         for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
@@ -323,8 +325,8 @@ def test_a_gpu_gets_torchs_varlen_op_once(given, causal, window):
     ((name, args),) = called_on_a_gpu(**given)
     assert name == "torch_attn._varlen_attn.default"
     q, k, v, cu_q, cu_k, max_q, max_k, is_causal, scale, found, *_ = args
-    assert [tuple(x.shape) for x in (q, k, v)] == [(8, 4, 16), (8, 2, 16), (8, 2, 16)]
-    assert (max_q, max_k, scale, is_causal, list(found)) == (5, 5, 0.25, causal, window)
+    assert [tuple(x.shape) for x in (q, k, v)] == [(8, 4, 16), (11, 2, 16), (11, 2, 16)]
+    assert (max_q, max_k, scale, is_causal, list(found)) == (5, 7, 0.25, causal, window)
     assert len(cu_q) == len(cu_k) == 3
 
 
