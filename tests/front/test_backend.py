@@ -460,7 +460,9 @@ def test_the_passes_key_is_of_what_decides_and_of_tuned_tables(tmp_path, monkeyp
         "ops/training/op.py",
         "patterns/sdpa.py",
     ]
-    tells = [f"sage_inductor/{name}" for name in ("cli/doctor.py", "report.py", "__main__.py")]
+    tells = [
+        f"sage_inductor/{name}" for name in ("cli/doctor.py", "study/report.py", "__main__.py")
+    ]
     for name in decides + tells:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before")

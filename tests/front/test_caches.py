@@ -15,6 +15,7 @@ from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops import gpus
 from sage_inductor.options import Settings
+from sage_inductor.patterns import reasons
 from sage_inductor.patterns.sdpa import TARGETS
 from sage_inductor.study.findings import remedies
 
@@ -286,7 +287,10 @@ def steps(cache: str, queries: int = 1, dtype=torch.bfloat16):
 def test_a_static_cache_of_which_heads_are_copied_says_so_and_names_the_switch(queries, where):
     for site in sites_on_a_gpu(steps("static", queries), *where):
         copies = f"2 heads of k and v are copied to 4 at each call, for N_q={queries}"
-        assert site.reason == f"{copies}; {SHORT}" and site.k == (1, 2, 64, 16)
+        assert (
+            site.reason == f"{copies}; {SHORT}; {reasons.DECODE_UNTIMED(queries)}"
+            and site.k == (1, 2, 64, 16)
+        )
         (told,) = remedies([site])
         assert told.startswith("heads of k and v are copied: in transformers TRANSFORMERS_SDPA_")
 
@@ -295,7 +299,7 @@ def test_a_static_cache_of_which_heads_are_copied_says_so_and_names_the_switch(q
 def test_transformers_switch_leaves_the_copies_out(monkeypatch):
     monkeypatch.setenv("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     sites = sites_on_a_gpu(steps("static"), (8, 9))
-    assert [site.reason for site in sites] == [SHORT] * 2
+    assert [site.reason for site in sites] == [f"{SHORT}; {reasons.DECODE_UNTIMED(1)}"] * 2
 
 
 @pytest.mark.models
