@@ -141,8 +141,13 @@ SIZES = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    "family, padded",
+    [
+        ("llama", True), ("mistral", False), pytest.param("llama", False, marks=pytest.mark.sweep),
+        pytest.param("mistral", True, marks=pytest.mark.sweep),
+    ],
+)  # fmt: skip
 def test_generate_gives_the_tokens_of_sdpa(family, padded):
     """Greedy, of left-padded prompts of a batch, with a static cache that `generate` makes."""
     of = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}
