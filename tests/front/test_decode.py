@@ -7,14 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    StaticCache,
-)
 
 import sage_inductor
 from sage_inductor.choose import tables
@@ -141,22 +133,30 @@ SIZES = dict(
 )  # fmt: skip
 
 
+def model_of(family: str):
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**SIZES)
+    return getattr(transformers, f"{family}ForCausalLM")(config).half().eval()
+
+
+@pytest.mark.models
 @pytest.mark.parametrize(
     "family, padded",
     [
-        ("llama", True), ("mistral", False), pytest.param("llama", False, marks=pytest.mark.sweep),
-        pytest.param("mistral", True, marks=pytest.mark.sweep),
+        ("Llama", True), ("Mistral", False), pytest.param("Llama", False, marks=pytest.mark.sweep),
+        pytest.param("Mistral", True, marks=pytest.mark.sweep),
     ],
 )  # fmt: skip
 def test_generate_gives_the_tokens_of_sdpa(family, padded):
     """Greedy, of left-padded prompts of a batch, with a static cache that `generate` makes."""
-    of = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}
-    config, cls = of[family]
-    model = cls(config(**SIZES)).half().eval()
+    model = model_of(family)
     ids = torch.randint(3, 50, (2, 7))
     given = dict(input_ids=ids, attention_mask=torch.ones_like(ids))
     if padded:
         given["attention_mask"][0, :3] = 0
+    from transformers import GenerationConfig
+
     wanted = GenerationConfig(
         max_new_tokens=5, do_sample=False, cache_implementation="static", disable_compile=True,
         pad_token_id=0,
@@ -171,8 +171,11 @@ def test_generate_gives_the_tokens_of_sdpa(family, padded):
     assert by and set(by) == {"decode"}
 
 
+@pytest.mark.models
 def test_queries_of_speculative_decoding_read_a_static_cache():
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).half().eval()
+    from transformers import StaticCache
+
+    model = model_of("Llama")
     ids = torch.randint(3, 50, (1, 9))
 
     def logits(run):
