@@ -260,7 +260,7 @@ def test_keys_are_read_by_two_programs_a_processor_and_once():
 # -- the op ----
 
 CALLS = {
-    "fp16": {}, "INT8": dict(codes=INT8, rotated=True), "E4M3": dict(codes=E4M3, left=20),
+    "fp16": {}, "INT8": dict(codes=INT8, rotated=True, out_bnhd=True), "E4M3": dict(codes=E4M3, left=20),
     "one key": dict(N=1, N_q=1, B=1, out_bnhd=True),
 }  # fmt: skip
 
