@@ -184,8 +184,8 @@ runners = pytest.mark.parametrize(
 @pytest.mark.usefixtures("poisoned")
 def test_it_is_attention_to_what_is_there(runner, seed):
     """As the emulation computes it, but for sums in another order, which round few numbers the other
-    way: at most .8 % in 60 draws, with a relative error of 4.4e-5. And as float64 by hand, within the
-    rounding of p, of rotated q and of out."""
+    way: at most .8 % in 60 draws. And as float64 by hand, within the rounding of p, of rotated q and
+    of out."""
     a, processors = drawn(seed, runner)
     a.check()
     gpu = gpus.Gpu((9, 0), processors)
@@ -199,10 +199,11 @@ def test_it_is_attention_to_what_is_there(runner, seed):
     eps = torch.finfo(a.q.dtype).eps
     off = (out.double() - out_ref.double()).norm()
     few, share = (8, 0.1) if runner is GPU else (16, 0.02)
-    assert off <= eps / few * exact.norm() and (out != out_ref).float().mean() <= share
+    size = exact.abs().amax()
+    assert off <= eps / few * exact.norm() + eps * size  # one number may be an ulp off
+    assert (out != out_ref).sum() <= share * out.numel() + 1
     assert_close(lse, lse_ref, rtol=1e-5, atol=1e-5)
     of_q = 2 * eps * a.rotated * lse_exact.nan_to_num(neginf=0.0).abs().max().item()
-    size = exact.abs().amax()
     assert_close(out.double(), exact, rtol=2 * eps, atol=((2 * eps + of_q) * size).item() + 1e-7)
     assert_close(lse.double(), lse_exact, rtol=1e-5, atol=1e-4 + of_q)
 
@@ -211,9 +212,10 @@ def test_it_is_attention_to_what_is_there(runner, seed):
 @chosen(lambda left, N_q: N_q == 3, left=[None, 100], N_q=[1, 3])
 def test_what_there_is_is_split_evenly(left, N_q):
     """With k = 0 a split's sum of exp2(0) is the number of the keys that its row sees."""
-    given, a = [], call_of(2, 1, 1, N_q, N=1400, left=left)
-    start, end = [3, 300], [1307, 301]
-    a = a._replace(start=torch.tensor(start), end=torch.tensor(end))
+    given, a = [], call_of(2, 1, 1, N_q, N=1200, left=left)
+    start, end = [3, 300], [1150, 301]  # all of 18 splits, of which 16 are summed up at a time
+    a.k[:, :, 1100:] *= 3
+    a = poisoned(a._replace(start=torch.tensor(start), end=torch.tensor(end)))
 
     def run(kernel, grid, tensors, numbers, **options):
         given.append(tensors)
@@ -221,7 +223,7 @@ def test_what_there_is_is_split_evenly(left, N_q):
 
     for x, y in zip(launch(run, gpu := gpus.Gpu((9, 0), 18), a), by_hand(a)):
         assert_close(x.double(), y, rtol=2e-3, atol=2e-3)
-    launch(run, gpu, a._replace(k=0 * a.k))
+    launch(run, gpu, a._replace(k=torch.zeros_like(a.k)))
     splits = given[2][-1][:, 0, -1].exp2().round()  # of the last query
     for found, first, last in zip(splits, start, end):
         first = first if left is None else max(first, last - N_q - left)
@@ -244,6 +246,22 @@ def test_lse_gets_what_was_taken_off_k_by_an_op_of_its_own(runner):
     assert_close(lse, whole[1], rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("codes", [None, INT8])
+def test_a_cuda_graph_follows_the_length(codes):
+    a = call_of(N=5000, D=128, codes=codes, end=torch.tensor([5000, 1]))
+    a = DecodeCall(*(x.cuda() if isinstance(x, Tensor) else x for x in a))
+    decode(*a)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = decode(*a)
+    for end in ([5000, 1], [64, 4999], [0, 65]):
+        a.end.copy_(torch.tensor(end))
+        graph.replay()
+        for x, y in zip(found, decode(*a)):
+            assert torch.equal(x, y)
+
+
 def test_keys_are_read_by_two_programs_a_processor_and_once():
     """By shapes alone: what a cache holds is not known."""
     q = torch.empty(1, 32, 16, 256, dtype=torch.bfloat16, device="meta")
@@ -260,8 +278,8 @@ def test_keys_are_read_by_two_programs_a_processor_and_once():
 # -- the op ----
 
 CALLS = {
-    "fp16": {}, "INT8": dict(codes=INT8, rotated=True), "E4M3": dict(codes=E4M3, left=20),
     "mask": dict(mask=torch.arange(150).view(1, 1, -1) % 3 > 0),
+    "fp16": {}, "INT8": dict(codes=INT8, rotated=True, out_bnhd=True), "E4M3": dict(codes=E4M3, left=20),
     "one key": dict(N=1, N_q=1, B=1, out_bnhd=True),
 }  # fmt: skip
 
@@ -272,7 +290,7 @@ def test_opcheck(name):
     utilities = "test_schema", "test_autograd_registration", "test_faketensor"
     # The schema's test multiplies tensors, which those of E4M3 cannot be.
     torch.library.opcheck(decode, a, test_utils=utilities[a.k.dtype == E4M3 :])
-    out, lse = decode(*a)
+    out, lse = decode(*poisoned(a))
     expected, lse_expected = by_hand(a)
     assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
     assert_close(lse.double(), lse_expected, rtol=1e-3, atol=1e-3)
@@ -367,6 +385,8 @@ def test_what_is_not_defined_is_refused(codes, change, error, message):
         decode(*change(call_of(codes=codes)))
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(error, match=message):
         decode(*change(call_of(codes=codes)))
+    with pytest.raises(error, match=message):  # what runs on CUDA
+        launch(support.run, torch.device("cpu"), change(call_of(codes=codes)))
 
 
 def test_e4m3_is_refused_before_sm_89():
