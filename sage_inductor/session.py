@@ -6,14 +6,12 @@ import types
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.notes import NOTES
-from sage_inductor.patterns import reasons
 
 _ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
 _NESTED = re.compile("nested.?tensor", re.I)
-# Lines of packed documents at which a graph breaks, before attention is called.
-_DOCUMENTS = {
-    re.compile(r"split\(.*\.tolist\(\).*\b(k|keys?|key_states)\b"): reasons.CHUNKED,
-    re.compile(r"_is_packed_sequence\("): reasons.FROM_POSITIONS,
+_DOCUMENTS = {  # by the reason's name: lines of packed documents at which a graph breaks
+    "CHUNKED": re.compile(r"split\(.*\.tolist\(\).*\b(k|keys?|key_states)\b"),
+    "FROM_POSITIONS": re.compile(r"_is_packed_sequence\("),
 }
 
 
@@ -40,6 +38,8 @@ class Seen:
     def left_to_eager(self) -> list[str]:
         """A line for each place where a graph breaks at an attention call, at packed documents or
         at nested tensors. On a CPU attention to these always breaks it."""
+        from sage_inductor.patterns import reasons  # which takes sympy with it
+
         known, found, told = set(map(id, self._known)), {}, {}
         for each in self._broken():
             call = each.user_stack[-1] if each.user_stack else None
@@ -48,7 +48,8 @@ class Seen:
             line, place = call.line or "", f"{call.filename}:{call.lineno}"
             if _ATTENTION.search(line):
                 found[f"attention at {place}"] = each.reason
-            for why in (why for at, why in _DOCUMENTS.items() if at.search(line)):
+            for name in (name for name, at in _DOCUMENTS.items() if at.search(line)):
+                why = getattr(reasons, name)
                 told[place] = f"{place}: {why(self.graphs)}; {why.remedy}"
         for text in self._new_breaks():
             if _NESTED.search(text) and text not in found.values():
