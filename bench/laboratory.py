@@ -35,7 +35,7 @@ from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import attention_call
 from sage_inductor.ops.sdpa import prepare as prepare_kv
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import Band, Visibility
 
 TILE = 128  # keys of one step of the online softmax
 MMA_K = 32  # keys of one FP8 tensor core instruction
@@ -356,7 +356,7 @@ def emulate(
     is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """The output of Q_BLOCK rows from `start` on, by the emulation of the recipe."""
-    band = Visibility(right=start if is_causal else None)
+    band = Visibility(band=Band(None, start if is_causal else None))
     part, scale = q[:, :, start : start + Q_BLOCK], 1 / math.sqrt(q.shape[3])
     a = attention_call(part, k, v, prepared, band, scale, recipe)
     return emulation.attention(a, TILE)[0]

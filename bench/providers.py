@@ -36,7 +36,6 @@ from sage_inductor.choose import families
 from sage_inductor.ops import gpus, launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import (
-    Problem,
     attention,
     hopper_tile,
     select,
@@ -168,7 +167,7 @@ def _kernel(case: Case, name: str) -> Provider:
 
 def _select(case: Case, name: str, device: torch.device) -> Tile:
     capability = gpus.capability(device) if device.type == "cuda" else None
-    return select(Problem(capability, NAMED[name], case.D, case.masked))
+    return select(capability, NAMED[name], case.D, case.masked)
 
 
 def _tiles(case: Case, name: str) -> list[Provider]:

@@ -56,6 +56,7 @@ from sage_inductor.choose.families import Family
 from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.names import AUTO
 from sage_inductor.ops import gpus
+from sage_inductor.ops.attention.select import tile_of_hopper
 from sage_inductor.ops.formats import TRAINED_HEAD_DIM
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.patterns.call import Site
@@ -290,7 +291,7 @@ def by_rule(recipe: str, case: BenchmarkCase) -> Candidate:
     found = Candidate(recipe)
     if found in case.candidates:
         return found
-    tile = case.shape.hopper_tile(NAMED[recipe])
+    tile = tile_of_hopper(case.shape, NAMED[recipe])
     return Candidate(recipe, tile.warpgroups if tile else 0)
 
 

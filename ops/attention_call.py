@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.formats import MAX_ROWS, Prepared, rotation_scale
+from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import Recipe, decode
-from sage_inductor.ops.visibility import BlockLists, Visibility, num_tiles
+from sage_inductor.ops.visibility import Band, BlockLists, Visibility, num_tiles
 
 
 class AttentionCall(NamedTuple):
@@ -26,7 +28,7 @@ class AttentionCall(NamedTuple):
     n_kv: int  # keys without padding
     recipe: str  # Recipe.encode()
     out_bnhd: bool = False  # store out in [B, N, H, D] order
-    attn_mask: Tensor | None = None  # Visibility's first five
+    attn_mask: Tensor | None = None  # Visibility's, as the next four
     tile_summary: Tensor | None = None
     left: int | None = None
     right: int | None = None
@@ -60,8 +62,8 @@ class AttentionCall(NamedTuple):
         p = prepared
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
-            out_bnhd, *visibility[:5], p.v_scale, p.v_mean, p.k_blocks, p.v_blocks, *of_q,
-            visible, warpgroups, *visibility.blocks,
+            out_bnhd, *visibility[:2], *visibility.band, p.v_scale, p.v_mean, p.k_blocks,
+            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks,
         )  # fmt: skip
 
     @property
@@ -69,8 +71,17 @@ class AttentionCall(NamedTuple):
         return decode(self.recipe)
 
     @property
-    def band(self) -> tuple[int | None, int | None, bool]:
-        return self.left, self.right, self.bottom_right
+    def band(self) -> Band:
+        return Band(self.left, self.right, self.bottom_right)
+
+    def shape(self, device: torch.device | Gpu) -> CallShape:
+        """What a kernel on this device is chosen by."""
+        (B, H_q, N_q, D), H_kv, mask = self.q.shape, self.k.shape[1], self.attn_mask
+        of_mask = (None, None) if mask is None else (mask.shape, mask.dtype)
+        return CallShape(
+            device, self.q.dtype, (B, H_q, N_q, int(D)), (B, H_kv, self.n_kv, int(D)),
+            (B, H_kv, self.n_kv, self.head_dim_v), self.band, *of_mask, self.blocks.size,
+        )  # fmt: skip
 
     @property
     def blocks(self) -> BlockLists:

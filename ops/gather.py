@@ -48,6 +48,7 @@ from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.quantize import sample_rows
 from sage_inductor.ops.register import OPAQUE, autocast
 from sage_inductor.ops.sdpa import SdpaCall, check, compose
+from sage_inductor.ops.visibility import Band
 
 FACTS = 1024  # bytes in which a rank tells the others what it was called with
 ALIGN = 16  # bytes, of each tensor in a collective
@@ -101,7 +102,7 @@ def _attend(q, k, v, group, shards: "Shards", by, is_causal: bool, scale: float,
             prepared = _gather_prepared(k, v, shards, group, recipe).tensors()
             # It takes the place of k and v, of which only the shapes are read.
             k, v = (x.new_empty(()).expand(*x.shape[:2], shards.N, x.shape[3]) for x in (k, v))
-    others = dict(band=(None, right, False), prepared=prepared, out_bnhd=True)
+    others = dict(band=Band(None, right), prepared=prepared, out_bnhd=True)
     out, lse = compose(SdpaCall.of(q, k, v, scale, recipe, **others))
     if way == "heads":
         out, lse = by.back((out, lse[..., None]))

@@ -22,14 +22,6 @@ from sage_inductor.ops.compile import FP_FUSION, Launch, await_compiled
 HAS_PDL = compat.gdc_wait is not None
 
 
-def fix_head_dims(*tensors: Tensor) -> None:
-    """Guard on the last dimensions, in the fake function of an op that opens into others
-    (register.py). Kernels need head_dim as a constant. A guard that is added when the op opens is
-    lost in AOTAutograd's cache: a graph compiled for 72 channels was then used for 128."""
-    for x in tensors:
-        int(x.shape[-1])
-
-
 class _Noting(threading.local):
     launches: list[Launch] | None = None
 

@@ -24,18 +24,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops import compat
-from sage_inductor.ops.attention.select import Problem, attention, select
+from sage_inductor.ops import compat, gpus
+from sage_inductor.ops.attention.select import attention, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, Prepared
-from sage_inductor.ops.launch import fix_head_dims
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.register import autocast, launched_by, opens
-from sage_inductor.ops.visibility import BLOCK_SIZES, NO_LISTS, BlockLists, Visibility, seen_keys
+from sage_inductor.ops.symbols import fix_head_dims
+from sage_inductor.ops.visibility import (
+    BLOCK_SIZES,
+    CAUSAL,
+    FULL,
+    NO_LISTS,
+    Band,
+    BlockLists,
+    Visibility,
+    seen_keys,
+)
 
 
 class SdpaCall(NamedTuple):
@@ -69,7 +78,7 @@ class SdpaCall(NamedTuple):
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, scale: float, recipe: str,
-        attn_mask: Tensor | None = None, band: tuple = (None, None, False), **others,
+        attn_mask: Tensor | None = None, band: Band = FULL, **others,
     ) -> "SdpaCall":  # fmt: skip
         """A call without what is not given."""
         usual = dict(warpgroups=None, out_bnhd=False, portable=False, prepared=[])
@@ -84,8 +93,8 @@ class SdpaCall(NamedTuple):
         return BlockLists(*self[-len(BlockLists._fields) :])
 
     @property
-    def band(self) -> tuple[int | None, int | None, bool]:
-        return self.left, self.right, self.bottom_right
+    def band(self) -> Band:
+        return Band(self.left, self.right, self.bottom_right)
 
     def of_seen_keys(self) -> "SdpaCall":
         """The same call without the keys that its band hides from every query: they are in no mean
@@ -266,13 +275,15 @@ def compose_prepare(
 ) -> list[Tensor]:
     """`prepare_kv`, as calls of the ops that it is made of."""
     r = decode(recipe)
-    visibility = _visibility(k, v, attn_mask, (None, None, False), r)
+    visibility = _visibility(k, v, attn_mask, FULL, r)
     return prepare(k, v, visibility, r).tensors()
 
 
 def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS) -> Visibility:
     """What the tiles of queries see of the kernel that computes the call."""
-    tile = select(Problem.of(k, v, recipe, attn_mask is not None, blocks.size))
+    capability = None if k.device.type == "cpu" else gpus.capability(k.device)
+    head_dim = max(int(k.shape[3]), int(v.shape[3]))
+    tile = select(capability, recipe, head_dim, attn_mask is not None, blocks.size)
     return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
 
 
@@ -315,7 +326,7 @@ def _backward(ctx, grad_out, _grad_lse):
     for i in needed:
         saved[i].requires_grad_()
     # With a scale that is not positive, CPU's causal SDPA gives NaN (torch 2.13).
-    is_causal = attn_mask is None and ctx.band == (None, 0, False) and ctx.scale > 0
+    is_causal = attn_mask is None and ctx.band == CAUSAL and ctx.scale > 0
     with torch.enable_grad():
         if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, q.dtype):
             attn_mask = attn_mask.float()  # SDPA takes no other; nothing is lost

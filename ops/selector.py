@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.launch import fix_head_dims
 from sage_inductor.ops.pool import largest, pool_blocks
 from sage_inductor.ops.quantize.op import smooth
 from sage_inductor.ops.register import opens
+from sage_inductor.ops.symbols import fix_head_dims
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.
 BLOCK_SIZE = (128, 64)

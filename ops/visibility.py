@@ -41,6 +41,39 @@ REACHED, COUNTS = 1, 3
 BLOCK_SIZES = (64, 128, 192, 256)
 
 
+class Band(NamedTuple):
+    """Query i sees keys i - left .. i + right; None: no bound. bottom_right: the diagonal ends at
+    the last query and the last key (i + N_kv - N_q) instead of starting at the first of both."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What hides keys: "full" (nothing does), "causal" (the later ones) or "window"."""
+        if self.left is None:
+            return "full" if self.right is None else "causal"
+        return "window"
+
+    def from_the_top(self, N_q: int, N_kv: int) -> tuple[int | None, int | None]:
+        """(left, right) of the same band where the diagonal starts at the first of both."""
+        shift = (N_kv - N_q) * self.bottom_right
+        left = None if self.left is None else self.left - shift
+        return left, None if self.right is None else self.right + shift
+
+    def __str__(self):
+        bounds = {
+            "full": "none",
+            "causal": f"causal{f' + {self.right}' * bool(self.right)}",
+            "window": f"window({self.left}, {self.right})",
+        }
+        return bounds[self.kind] + ", bottom right" * self.bottom_right
+
+
+FULL, CAUSAL = Band(), Band(None, 0)
+
+
 class BlockLists(NamedTuple):
     """The six arguments by which ops take it, in their order; all None: there are no lists.
 
@@ -83,26 +116,24 @@ NO_LISTS = BlockLists()
 
 
 class Visibility(NamedTuple):
-    """The arguments by which ops take it, in their order, but that they take BlockLists' apart."""
+    """What ops take, in their order, of which band and blocks are arguments of their own."""
 
     attn_mask: Tensor | None = None  # [B or 1, H_q or 1, N_q or 1, N_kv or 1], bool or additive
     tile_summary: Tensor | None = None  # [B or 1, H_q or 1, tiles and one more, or 1, N_kv] uint8
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False
+    band: Band = FULL
     blocks: BlockLists = NO_LISTS
 
     @classmethod
     def of(
-        cls, attn_mask: Tensor | None, band: tuple, n_kv: int, block_m: int,
+        cls, attn_mask: Tensor | None, band: Band, n_kv: int, block_m: int,
         blocks: BlockLists = NO_LISTS,
     ) -> "Visibility":  # fmt: skip
         """attn_mask: two to four dimensions. block_m: rows of the kernel's tile of queries."""
         blocks = blocks.for_kernels()
         if attn_mask is None:
-            return cls(None, None, *band, blocks)
+            return cls(None, None, band, blocks)
         attn_mask = as_4d(attn_mask)
-        return cls(attn_mask, summarize(attn_mask, n_kv, block_m), *band, blocks)
+        return cls(attn_mask, summarize(attn_mask, n_kv, block_m), band, blocks)
 
     def keys(self, k: Tensor) -> Tensor | None:
         """uint8 [B or 1, H_kv or 1, N_kv] of k [B, H_kv, N_kv, D]: keys that count for any query of
@@ -114,7 +145,7 @@ class Visibility(NamedTuple):
         return None if code is None else visible_keys(code, k.shape[1])
 
 
-def seen_keys(band: tuple, n_q, n_kv) -> tuple | None:
+def seen_keys(band: Band, n_q, n_kv) -> tuple | None:
     """The first key that a band shows to any of n_q queries, and the one after the last; None: it
     is known to be all keys. Numbers or symbols. Among these keys alone the band is the same."""
     left, right, bottom_right = band

@@ -15,10 +15,12 @@ import torch
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.notes import lost
+from sage_inductor.ops.symbols import noting_guards
+from sage_inductor.ops.visibility import FULL
 from sage_inductor.patterns import flex, modules, ours, packed, sdpa, sdpa_backends
 from sage_inductor.patterns.bands import prove
-from sage_inductor.patterns.call import FULL, Call, Decision, Site, gathered, unreadable
-from sage_inductor.patterns.graph import GraphIndex, graph_modules, noting_guards, value_of
+from sage_inductor.patterns.call import Call, Decision, Site, gathered, unreadable
+from sage_inductor.patterns.graph import GraphIndex, graph_modules, value_of
 from sage_inductor.patterns.replace import replace, share
 from sage_inductor.patterns.softmax import build as softmax
 

@@ -16,8 +16,9 @@ import math
 import torch
 from torch.fx import Node
 
-from sage_inductor.patterns.call import Band
-from sage_inductor.patterns.graph import GraphIndex, as_int, statically_true, value_of
+from sage_inductor.ops.symbols import as_int, statically_true
+from sage_inductor.ops.visibility import Band
+from sage_inductor.patterns.graph import GraphIndex, value_of
 from sage_inductor.patterns.index_analysis import IndexAnalysis
 from sage_inductor.patterns.index_expr import TwoValued, minimum, opposite
 

@@ -13,47 +13,14 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.recipe import NAMED, decode
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
-from sage_inductor.ops.visibility import NO_LISTS, BlockLists
+from sage_inductor.ops.visibility import FULL, NO_LISTS, Band, BlockLists
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.graph import Emitter, by_schema, dims, value_of
 from sage_inductor.patterns.module_path import module_path
 from sage_inductor.patterns.reasons import Reason
-
-
-@dataclasses.dataclass(frozen=True)
-class Band:
-    """Query i sees keys i - left .. i + right; None: no bound. bottom_right: the diagonal ends at
-    the last query and the last key (i + N_kv - N_q) instead of starting at the first of both."""
-
-    left: int | None = None
-    right: int | None = None
-    bottom_right: bool = False
-
-    @property
-    def kind(self) -> str:
-        """What choose/cost.py calls it."""
-        if self.left is None:
-            return "full" if self.right is None else "causal"
-        return "window"
-
-    def from_the_top(self, N_q: int, N_kv: int) -> tuple[int | None, int | None]:
-        """(left, right) of the same band where the diagonal starts at the first of both."""
-        shift = (N_kv - N_q) * self.bottom_right
-        left = None if self.left is None else self.left - shift
-        return left, None if self.right is None else self.right + shift
-
-    def __str__(self):
-        bounds = {
-            "full": "none",
-            "causal": f"causal{f' + {self.right}' * bool(self.right)}",
-            "window": f"window({self.left}, {self.right})",
-        }
-        return bounds[self.kind] + ", bottom right" * self.bottom_right
-
-
-FULL, CAUSAL = Band(), Band(None, 0)
 
 
 @dataclasses.dataclass
@@ -82,6 +49,15 @@ class Call:
     lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
     selection: Selection | None = None  # which blocks of keys are kept, where that is asked for
     repeated: int = 1  # k and v are nodes whose heads the graph repeats so often for SDPA
+
+    @property
+    def shape(self) -> CallShape:
+        q, k, v, mask = (value_of(x) for x in (self.q, self.k, self.v, self.attn_mask))
+        of_mask = (None, None) if mask is None else (tuple(mask.shape), mask.dtype)
+        shapes = (tuple(x.shape) for x in (q, k, v))
+        is_flex = self.spelling == "flex_attention"
+        of_call = self.band, *of_mask, self.block_size, is_flex
+        return CallShape(q.device, self.out.dtype, *shapes, *of_call)
 
     @property
     def block_size(self) -> tuple[int, int] | None:

@@ -11,18 +11,11 @@ from torch.fx import Node
 from sage_inductor.ops import compat
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
+from sage_inductor.ops.symbols import guarded, statically_true
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, mask_text
-from sage_inductor.patterns.graph import (
-    VIEWS,
-    arguments,
-    guarded,
-    op_name,
-    shown,
-    statically_true,
-    value_of,
-)
+from sage_inductor.patterns.graph import VIEWS, arguments, op_name, shown, value_of
 from sage_inductor.patterns.reasons import Reason
 
 BHND, BNHD = [0, 1, 2, 3], [0, 2, 1, 3]  # orders in which an output is stored

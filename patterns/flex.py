@@ -24,21 +24,19 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists
+from sage_inductor.ops.symbols import guarded, specialised, statically_true
+from sage_inductor.ops.visibility import BLOCK_SIZES, Band, BlockLists
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.bands import as_additive, read_band
-from sage_inductor.patterns.call import Band, Call
+from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
     NESTING,
     Emitter,
     GraphIndex,
     as_float,
-    guarded,
     idle,
     left_over,
     op_name,
-    specialised,
-    statically_true,
     storages,
     value_of,
 )

@@ -5,23 +5,21 @@
     a graph    what one walk over it finds (`GraphIndex`)
     insertion  calls put before a node, and taken out again (`Emitter`)
 
-Values are fake tensors. Their sizes may be symbols: what is said of them must hold for every size
-(`statically_true`, `equal`), unless a guard is worth its recompilation (`guarded`). A call that
-stays as it was has no guard: until it is rewritten, guards are only noted (`noting_guards`).
+Values are fake tensors, whose sizes may be symbols (ops/symbols.py).
 """
 
 import contextlib
-import contextvars
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.symbols import as_int, guard, statically_true
 
 HOMES = ("torch", "_operator", "builtins", "math")  # of functions whose names say what they do
 AUTOCAST = ("_enter_autocast", "_exit_autocast")
@@ -52,65 +50,12 @@ def shown(x) -> str:
     return str(dims(x)).replace("'", "")
 
 
-# Whether a condition holds for every size that the symbols in it can have. Adds no guard.
-statically_true = compat.statically_known_true
-
-
-_noted = contextvars.ContextVar("noted", default=None)
-
-
-@contextlib.contextmanager
-def noting_guards() -> Iterator[list[Callable]]:
-    """Within, `guarded`, `specialised` and `as_float` add no guard. Each of the list adds one."""
-    token = _noted.set([])
-    try:
-        yield _noted.get()
-    finally:
-        _noted.reset(token)
-
-
-def _guard(number: type, symbol):
-    """``number(symbol)``, which is a guard, now or when it is asked for."""
-    if _noted.get() is None:
-        return number(symbol)
-    _noted.get().append(functools.partial(number, symbol))
-    return number(symbol.node.hint)
-
-
-def guarded(condition) -> bool:
-    """Whether `condition` holds for the sizes that are compiled for, which is a guard. Where they
-    depend on data there is nothing to guard on: whether it holds for every size."""
-    if not isinstance(condition, torch.SymBool):
-        return bool(condition)
-    if not condition.node.has_hint():
-        return statically_true(condition)
-    return statically_true(condition) or _guard(bool, condition)
-
-
-def specialised(n) -> int:
-    """A size as the number that is compiled for, which is a guard."""
-    n = as_int(n)
-    return n if isinstance(n, int) or not n.node.has_hint() else _guard(int, n)
-
-
-def equal(a, b) -> bool:
-    """Whether two shapes are equal, for every size."""
-    return len(a) == len(b) and all(statically_true(n == m) for n, m in zip(a, b, strict=True))
-
-
-def as_int(n):
-    """A symbolic integer that is a number after all, as that number."""
-    if isinstance(n, torch.SymInt) and n.node.maybe_as_int() is not None:
-        return n.node.maybe_as_int()
-    return n
-
-
 def as_float(scale):
     """A scale computed from sizes (``q.shape[-1] ** -0.5``), as the number it is, which is a guard:
     attention takes a float."""
     value = value_of(scale)
     backed = isinstance(value, torch.SymFloat) and value.node.has_hint()
-    return _guard(float, value) if backed else scale
+    return guard(float, value) if backed else scale
 
 
 def storage_of(value: torch.Tensor) -> int:

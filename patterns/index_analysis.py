@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from sage_inductor.patterns.graph import GraphIndex, as_int, op_name, statically_true, value_of
+from sage_inductor.ops.symbols import as_int, statically_true
+from sage_inductor.patterns.graph import GraphIndex, op_name, value_of
 from sage_inductor.patterns.index_expr import (
     Affine,
     Distance,

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from sage_inductor.patterns.graph import as_int
+from sage_inductor.ops.symbols import as_int
 
 MAX_EXACT = 2**30  # a constant or a slope up to this cannot make index arithmetic overflow int64
 

@@ -14,7 +14,8 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops.compat import unset_fake_temporarily
-from sage_inductor.patterns.graph import as_int, op_name, statically_true, value_of
+from sage_inductor.ops.symbols import as_int, statically_true
+from sage_inductor.patterns.graph import op_name, value_of
 from sage_inductor.patterns.index_expr import Affine, Distance, TwoValued, combine, minimum
 
 RULES = {}

@@ -32,8 +32,9 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.visibility import CAUSAL, FULL
 from sage_inductor.patterns import reasons
-from sage_inductor.patterns.call import CAUSAL, FULL, Call
+from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
     Emitter,
     GraphIndex,

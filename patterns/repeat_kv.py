@@ -7,15 +7,14 @@ found:   (k [B, H, N, D], G), which attention takes with enable_gqa
 import torch
 from torch.fx import Node
 
+from sage_inductor.ops.symbols import equal, statically_true
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
     VIEWS,
     GraphIndex,
     arguments,
-    equal,
     only_inserts_dims,
     op_name,
-    statically_true,
     value_of,
 )
 

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from sage_inductor.ops.symbols import equal
+from sage_inductor.ops.visibility import CAUSAL, FULL
 from sage_inductor.patterns import reasons
-from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import Emitter, GraphIndex, as_float, equal, value_of
+from sage_inductor.patterns.call import Call
+from sage_inductor.patterns.graph import Emitter, GraphIndex, as_float, value_of
 from sage_inductor.patterns.repeat_kv import broadcast_heads, kv_source
 
 TARGETS = (

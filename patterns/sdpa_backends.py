@@ -17,17 +17,11 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from sage_inductor.ops.symbols import equal, guarded
+from sage_inductor.ops.visibility import CAUSAL, FULL
 from sage_inductor.patterns import reasons
-from sage_inductor.patterns.call import CAUSAL, FULL, Call
-from sage_inductor.patterns.graph import (
-    Emitter,
-    GraphIndex,
-    by_schema,
-    equal,
-    guarded,
-    op_name,
-    value_of,
-)
+from sage_inductor.patterns.call import Call
+from sage_inductor.patterns.graph import Emitter, GraphIndex, by_schema, op_name, value_of
 
 aten = torch.ops.aten
 PACKETS = (

@@ -19,17 +19,11 @@ from torch.fx import Node
 
 from sage_inductor.ops.formats import MAX_ROWS
 from sage_inductor.ops.recipe import Recipe
-from sage_inductor.patterns.call import FULL, Call
+from sage_inductor.ops.symbols import guarded, statically_true
+from sage_inductor.ops.visibility import FULL
+from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.eligible import BNHD, stored
-from sage_inductor.patterns.graph import (
-    GraphIndex,
-    arguments,
-    guarded,
-    op_name,
-    statically_true,
-    storage_of,
-    value_of,
-)
+from sage_inductor.patterns.graph import GraphIndex, arguments, op_name, storage_of, value_of
 
 aten = torch.ops.aten
 

@@ -28,10 +28,11 @@ from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import decide
 from sage_inductor.names import AUTO, RecipeOption, check_recipe, unknown
 from sage_inductor.ops import compat
+from sage_inductor.ops.symbols import as_int
 from sage_inductor.options import config, resolve, settings_in_force
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision
-from sage_inductor.patterns.graph import as_float, as_int
+from sage_inductor.patterns.graph import as_float
 from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.policy import stages_of

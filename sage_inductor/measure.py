@@ -24,14 +24,14 @@ from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.choose.cost import SHORTEST, Prediction
 from sage_inductor.choose.decide import decide, predicted
 from sage_inductor.findings import Finding, badness, keep_worst
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.sdpa import SdpaCall
-from sage_inductor.ops.visibility import as_4d
+from sage_inductor.ops.visibility import FULL, Band, as_4d
 from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
-from sage_inductor.patterns.call import FULL, Band, Call
-from sage_inductor.patterns.call_shape import CallShape
+from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.shared_kv import stacks
 
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
@@ -117,7 +117,7 @@ class Measured:
         # Probes are inserted when all calls are found: to a proof of what a mask says a probe is a
         # call that may write to the mask.
         for call, site in calls:
-            shape = CallShape.of(call)
+            shape = call.shape
             autos = auto_recipes(shape.capability, shape.head_dim)
             found = self.calls.setdefault(self._key(site), Found(site, autos))
             self._measure(call, shape, found)
@@ -268,7 +268,7 @@ def _exact_out(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     (B, H, N_q, _), N_kv = q.shape, k.shape[2]
     if attn_mask is not None:
         attn_mask = attn_mask.expand(B, H, N_q, N_kv)
-    left, right, bottom_right = dataclasses.astuple(band)
+    left, right, bottom_right = band
     rows = max(1, MAX_SCORES // (B * N_kv))
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
     for h, first in itertools.product(range(H), range(0, N_q, rows)):
@@ -287,9 +287,9 @@ def _computed(name: str, q, k, v, attn_mask, band: Band, scale: float) -> Tensor
     """By SDPA or a recipe."""
     if name != SDPA:
         recipe = NAMED[name].encode()
-        call = SdpaCall.of(q, k, v, scale, recipe, attn_mask, dataclasses.astuple(band))
+        call = SdpaCall.of(q, k, v, scale, recipe, attn_mask, band)
         return torch.ops.sage.sdpa(*call)[0]
     if band != FULL:
         none = q.new_zeros(q.shape[2], k.shape[2])
-        attn_mask = masked(none, attn_mask, *dataclasses.astuple(band))
+        attn_mask = masked(none, attn_mask, *band)
     return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale, enable_gqa=True)

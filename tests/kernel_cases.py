@@ -26,7 +26,6 @@ from bench.providers import walk_of
 from sage_inductor.ops import launch
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import (
-    Problem,
     attention,
     hopper_tile,
     select,
@@ -257,7 +256,7 @@ class OnGpu:
 
     def of(self, recipe: Recipe, head_dim: int, masked: bool, size) -> "OnGpu":
         capability = torch.cuda.get_device_capability()
-        return OnGpu(self.portable, select(Problem(capability, recipe, head_dim, masked, size)))
+        return OnGpu(self.portable, select(capability, recipe, head_dim, masked, size))
 
     def prepare(self, *_) -> None:
         """The device's kernels do it."""
@@ -302,7 +301,7 @@ class OfHopper(OnGpu):
     def launch(self, a: AttentionCall) -> tuple[Tensor, Tensor]:
         from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
 
-        assert plan.why_not(a) is None
+        assert plan.reads(a)
         return plan.launch(a, self.tile, launch.run)
 
     def emulate(self, a: AttentionCall) -> tuple[Tensor, Tensor]:

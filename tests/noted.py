@@ -159,7 +159,7 @@ def sdpa(recipe: str, pointers: bool = False, **given) -> None:
     if not pointers:
         return attend(sdpa_call(recipe, **given))
     a = prepared_call(recipe, **given)
-    tile = dataclasses.replace(select._tile(a, gpus.capability(a.q.device)), maxnreg=None)
+    tile = dataclasses.replace(select.tile_of(a.shape(a.q.device), a.decoded), maxnreg=None)
     triton.launch(a, tile, run)
 
 

@@ -1,13 +1,12 @@
 """Which kernel computes an attention call, and with which tile, asked in one place; and the op that
 asks, ``sage::attention``.
 
-The tile that the op's arguments are made for is decided by what is known while compiling (`select`,
-of a `Problem`). Which kernel runs also depends on strides and addresses (`launch`).
+The tile that the op's arguments are made for is decided by what is known while compiling
+(`select`). Which kernel runs also depends on strides and addresses (`launch`).
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,54 +15,62 @@ from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import nvfp4, tiles, triton
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, as_stored, schema_of
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference import attention as reference
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.register import launched_by
-
-
-class Problem(NamedTuple):
-    """What is known of a call while compiling."""
-
-    capability: tuple[int, int] | None  # None: CPU
-    recipe: Recipe
-    head_dim: int  # the wider of k's and v's
-    masked: bool
-    block_size: tuple[int, int] | None = None  # of lists of blocks, of queries and of keys
-
-    @classmethod
-    def of(
-        cls, k: Tensor, v: Tensor, recipe: Recipe, masked: bool,
-        block_size: tuple[int, int] | None = None,
-    ) -> "Problem":  # fmt: skip
-        capability = None if k.device.type == "cpu" else gpus.capability(k.device)
-        head_dim = max(int(k.shape[3]), int(v.shape[3]))
-        return cls(capability, recipe, head_dim, masked, block_size)
+from sage_inductor.ops.visibility import CAUSAL
 
 
 @functools.cache
-def select(problem: Problem) -> Tile:
-    """The tile of a call, of the emulation or of the kernel that computes every such call. Raises
-    ValueError where there is none for the recipe."""
-    r, size, tile = problem.recipe, problem.block_size, Tile(128, 128, 1, 1)  # of the emulation
-    if size is not None and (reason := why_not_listed(problem)):
+def select(
+    capability: tuple[int, int] | None, recipe: Recipe, head_dim: int, masked: bool,
+    block_size: tuple[int, int] | None = None,
+) -> Tile:  # fmt: skip
+    """The tile of the emulation (capability None) or of the kernel that computes every such call.
+    head_dim: the wider of k's and v's. block_size: CallShape's. Raises ValueError where there is
+    none for the recipe."""
+    tile = Tile(128, 128, 1, 1)  # of the emulation
+    if block_size is not None and (reason := why_not_listed(recipe, block_size[0])):
         raise ValueError(reason)
-    if problem.capability is not None:
-        tile = tiles.tile(problem.capability, r.qk, r.pv, problem.head_dim, problem.masked)
-    return tile if size is None else tiles.of_blocks(tile, *size)
+    if capability is not None:
+        tile = tiles.tile(capability, recipe.qk, recipe.pv, head_dim, masked)
+    return tile if block_size is None else tiles.of_blocks(tile, *block_size)
 
 
-def why_not_listed(problem: Problem) -> str | None:
-    """The reason that no kernel of a recipe takes lists of blocks of this size, if there is one."""
-    block_q, _ = problem.block_size
-    if problem.recipe.of_qk.block_scaled:
-        return f"no kernel for block lists with qk={problem.recipe.qk!r}"
-    span = problem.recipe.sharing.q_span
+def why_not_listed(recipe: Recipe, block_q: int) -> str | None:
+    """The reason that no kernel of a recipe takes lists of blocks of so many queries, if there is
+    one."""
+    if recipe.of_qk.block_scaled:
+        return f"no kernel for block lists with qk={recipe.qk!r}"
+    span = recipe.sharing.q_span
     if block_q % span:
         return f"no kernel for block lists of {block_q} queries where {span} share a scale"
     return None
+
+
+def tile_of(shape: CallShape, recipe: Recipe) -> Tile:
+    """`select`, of a call."""
+    masked = shape.mask is not None
+    return select(shape.capability, recipe, shape.head_dim, masked, shape.block_size)
+
+
+def tile_of_hopper(shape: CallShape, recipe: Recipe, warpgroups: int | None = None) -> Tile | None:
+    """The Hopper kernel's tile for a call; None where another kernel computes it, whatever its
+    strides. warpgroups asks for the tile with that number (0: none); where this call has no such
+    tile, the table's is taken."""
+    if not tiles.suits_hopper(shape, recipe):
+        return None
+    kernel = shape.capability, recipe.pv, shape.head_dim
+    if shape.block_size is None:
+        is_causal = shape.band[:2] == CAUSAL[:2]
+        return tiles.hopper(*kernel, is_causal, tiles.Load.of(shape), warpgroups)
+    if warpgroups == 0:
+        return None
+    return tiles.hopper_of_blocks(*kernel, shape.k[2], *shape.block_size)
 
 
 def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> list[Tensor]:
@@ -79,40 +86,26 @@ def _attend(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> tu
     triton.py's. A register cap is worth 1.2x on an H200, with descriptors: at 168 registers three
     programs share an SM instead of two, and at most 8 bytes a thread spill. Without a cap they are
     no faster than pointers (620 and 661 TFLOP/s)."""
-    capability, a = gpus.capability(gpu), a.without_idle_bounds()
-    tile = _tile(a, capability)
-    if a.decoded.of_qk.block_scaled:
+    a, recipe = a.without_idle_bounds(), a.decoded
+    shape = a.shape(gpu)
+    tile, capability = tile_of(shape, recipe), shape.capability
+    if recipe.of_qk.block_scaled:
         return nvfp4.launch(a, tile, run, tiles.multiplies_nvfp4(capability))
     of_hopper = hopper_tile(a, gpu)
     if of_hopper is not None:
         return _hopper().launch(a, of_hopper, run, gpu)
-    mask = None if a.attn_mask is None else a.attn_mask.dtype
     lost = tiles.hopper_unavailable(capability)
-    if lost and tiles.suits_hopper(a.decoded, a.head_dim, mask):
+    if lost and tiles.suits_hopper(shape, recipe):
         warn_once(lost)
     capped = {} if tile.maxnreg is None else {"tma": True, "maxnreg": tile.maxnreg}
     return triton.launch(a, tile, run, **capped)
 
 
-def _tile(a: AttentionCall, capability: tuple[int, int] | None) -> Tile:
-    masked = a.attn_mask is not None
-    return select(Problem(capability, a.decoded, a.head_dim, masked, a.blocks.size))
-
-
-def hopper_tile(a: AttentionCall, device: torch.device | None = None) -> Tile | None:
-    """The Hopper kernel's tile for a call; None where it does not compute it, or is slower.
-    a.warpgroups asks for the tile with that number (0: none); where this call has no such tile, the
-    table's is taken."""
-    device, band, (B, H_q, N_q, _) = device or a.q.device, a.band[:2], a.q.shape
-    kernel = gpus.capability(device), a.decoded.pv, a.head_dim
-    if a.blocks.size is None:
-        load = tiles.Load.of(B * H_q, N_q, a.n_kv, band, a.attn_mask is not None, device)
-        tile = tiles.hopper(*kernel, band == (None, 0), load, a.warpgroups)
-    elif a.warpgroups != 0:
-        tile = tiles.hopper_of_blocks(*kernel, a.n_kv, *a.blocks.size)
-    else:
-        tile = None
-    return None if tile is None or _hopper().why_not(a) is not None else tile
+def hopper_tile(a: AttentionCall, device: torch.device | gpus.Gpu | None = None) -> Tile | None:
+    """`tile_of_hopper`; None as well where the kernel cannot read the call's tensors. device: q's,
+    if that is on meta."""
+    tile = tile_of_hopper(a.shape(device or a.q.device), a.decoded, a.warpgroups)
+    return tile if tile is not None and _hopper().reads(a) else None
 
 
 @functools.cache
@@ -137,7 +130,8 @@ def _attention(a: AttentionCall) -> list[Tensor]:
         prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded)
         a, more = a.with_prepared(prepared), [prepared.k_mean]
     a = a.without_idle_bounds()
-    out, lse = reference.attention(a, _tile(a, None).BLOCK_N)
+    tile = select(None, a.decoded, a.head_dim, a.attn_mask is not None, a.blocks.size)
+    out, lse = reference.attention(a, tile.BLOCK_N)
     return [as_stored(out, a.out_bnhd), lse, *more]
 
 

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from sage_inductor.ops import gpus
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.compat import (
     GLUON,
     GLUON_VERSIONS,
@@ -25,6 +26,7 @@ from sage_inductor.ops.compat import (
     reinterpret,
     tma_load,
 )
+from sage_inductor.ops.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,20 +95,17 @@ class Load(NamedTuple):
     unmasked: int = 0  # 1 without a mask
 
     @classmethod
-    def of(
-        cls, heads: int, n_q: int, n_kv: int, band: tuple[int | None, int | None], masked: bool,
-        device: torch.device | gpus.Gpu,
-    ) -> "Load":  # fmt: skip
-        """band: query i sees keys i - left .. i + right. In a window one key in IN_A_WINDOW counts:
-        a wider tile computes more beyond its edges. `ratio` is 2 mostly if all 192-row tiles fit in
-        one round and 128-row tiles need two. `even` below 100 means that 192-row tiles leave SMs
-        idle."""
-        left, right = band
+    def of(cls, shape: CallShape) -> "Load":
+        """In a window one key in IN_A_WINDOW counts: a wider tile computes more beyond its edges.
+        `ratio` is 2 mostly if all 192-row tiles fit in one round and 128-row tiles need two. `even`
+        below 100 means that 192-row tiles leave SMs idle."""
+        (left, right, _), masked = shape.band, shape.mask is not None
+        heads, (n_q, n_kv) = shape.q[0] * shape.q[1], shape.lengths
         bounds = (left is not None) + (right is not None)
         keys = n_kv // 2 if bounds == 1 else n_kv
         if bounds == 2:
             keys = torch.sym_min(n_kv, max(left + right + 1, 0)) // IN_A_WINDOW
-        n, full = gpus.processors(device), not (masked or bounds)
+        n, full = gpus.processors(shape.device), not (masked or bounds)
         # Not triton.cdiv, of which one takes 3 us: every call comes by here.
         tiles = [heads * ((n_q + rows - 1) // rows) for rows in (64, 128, 192)]
         by_64, by_128, by_192 = ((count + n - 1) // n for count in tiles)
@@ -222,12 +221,14 @@ def _unavailable(version: str) -> str | None:
     )
 
 
-def suits_hopper(recipe, head_dim: int, mask: torch.dtype | None) -> bool:
-    """Whether the Hopper kernel computes such calls of a recipe, where it is there. mask: its
-    attn_mask's dtype."""
-    read = mask is None or (mask == torch.bool and recipe.pv == "fp8")
+def suits_hopper(shape: CallShape, recipe: Recipe) -> bool:
+    """Whether the Hopper kernel computes such calls of a recipe, where it is there: by INT8 with a
+    scale per token. Under a mask, which must be bool, 16-bit v could hold NaN where no query sees
+    it."""
+    read = shape.mask is None or (shape.mask_dtype == torch.bool and recipe.pv == "fp8")
     by_token = (recipe.qk, recipe.granularity) == ("int8", "per_token")
-    return read and by_token and any(r[0] == recipe.pv and head_dim <= r[1] for r in HOPPER)
+    has_rows = any(r[0] == recipe.pv and shape.head_dim <= r[1] for r in HOPPER)
+    return read and by_token and has_rows
 
 
 def rivals(

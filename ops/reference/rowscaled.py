@@ -24,7 +24,6 @@ from sage_inductor.ops.formats import (
     Prepared,
     rotation_scale,
 )
-from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention, flatness
 from sage_inductor.ops.reference.exact import masked
@@ -37,7 +36,8 @@ from sage_inductor.ops.reference.quantize import (
     turn_back,
 )
 from sage_inductor.ops.reference.training import LARGEST, quantize
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.training.operands import Kept, Operands
+from sage_inductor.ops.visibility import FULL, Visibility
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Kept]:
@@ -70,7 +70,7 @@ def attend(q: Tensor, v: Tensor, kept: Kept, scale: float) -> tuple[Tensor, Tens
         scales = torch.cat((_of_rows(kept.k_scale, kept.k), kept.k_own_scale), 2)
         scales = scales.unflatten(2, (-1, K_BLOCK))
         prepared = Prepared(torch.cat((kept.k, kept.k_own), 2), scales, None)
-        visibility, n_kv = Visibility.of(mask, (None, None, False), 2 * N_pad, 64), 2 * N_pad
+        visibility, n_kv = Visibility.of(mask, FULL, 2 * N_pad, 64), 2 * N_pad
         of_v = pad(v, channels=False).repeat(1, 1, 2, 1)
     a = AttentionCall.of(q, prepared, of_v, visibility, scale, n_kv, ROWSCALED_FORWARD)
     out, lse = attention(a)

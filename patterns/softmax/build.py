@@ -25,6 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from sage_inductor.ops.symbols import as_int, equal, statically_true
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
@@ -33,16 +34,13 @@ from sage_inductor.patterns.graph import (
     Emitter,
     GraphIndex,
     arguments,
-    as_int,
     dims,
-    equal,
     idle,
     is_known,
     left_over,
     may_write,
     op_name,
     shown,
-    statically_true,
     value_of,
 )
 from sage_inductor.patterns.reasons import Reason

@@ -18,17 +18,16 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.symbols import equal, specialised
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.graph import (
     VIEWS,
     arguments,
     as_float,
     broadcast,
-    equal,
     may_write,
     only_inserts_dims,
     op_name,
-    specialised,
     storage_of,
     value_of,
 )

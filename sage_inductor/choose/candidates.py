@@ -6,10 +6,10 @@ from sage_inductor.choose import cost
 from sage_inductor.choose.families import Family
 from sage_inductor.choose.tables import MEASURED
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.formats import TRAINED_HEAD_DIM
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
-from sage_inductor.patterns.call_shape import CallShape
 from sage_inductor.patterns.eligible import why_no_fp8_backward
 
 
@@ -52,7 +52,7 @@ def by_tiles(shape: CallShape, recipe: str) -> list[Candidate]:
     """`recipe` by each tile that may be the fastest. With a dynamic N_q only one length would be
     timed; there the tile is left to the table, which is read when the call runs."""
     is_fixed = isinstance(shape.q[2], int)
-    if shape.trains or not (is_fixed and shape.suits_hopper(NAMED[recipe])):
+    if shape.trains or not (is_fixed and tiles.suits_hopper(shape, NAMED[recipe])):
         return [Candidate(recipe)]
     is_causal = shape.band.kind == "causal"
     rivals = tiles.rivals(shape.capability, NAMED[recipe].pv, shape.head_dim, is_causal)

@@ -27,15 +27,17 @@ from sage_inductor.names import AUTO, OFF, check_recipe
 from sage_inductor.ops import compat
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.select import tile_of
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.selector import Selection
+from sage_inductor.ops.symbols import as_int, guarded, hint, specialised, statically_true
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.options import Settings
 from sage_inductor.patterns import eligible, reasons
 from sage_inductor.patterns.call import Call, Decision, Site
-from sage_inductor.patterns.call_shape import CallShape, hint
-from sage_inductor.patterns.graph import as_int, guarded, specialised, statically_true, value_of
+from sage_inductor.patterns.graph import value_of
 from sage_inductor.patterns.module_path import module_path
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
@@ -66,7 +68,7 @@ def decide(call: Call, settings: Settings) -> Decision:
         device = getattr(value_of(call.q), "device", None)
         stays = device is not None and device.type == "cpu" and not settings.emulate
         return Decision(None, reasons.joined([reasons.ON_CPU()] * stays + [reason]))
-    shape = CallShape.of(call)
+    shape = call.shape
     wanted, training, selection, rule = _request(call, shape, settings)
     if wanted == OFF:
         return Decision(None, reasons.POLICY_OFF(rule) if rule else reasons.IS_OFF())
@@ -189,7 +191,7 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
     runnable, refused = [], {}  # the reasons once each, in order
     for name in names:
         try:
-            shape.tile(recipes.NAMED[name])
+            tile_of(shape, recipes.NAMED[name])
         except ValueError as error:
             refused[reasons.NO_KERNEL.worded(str(error))] = None
         else:
@@ -206,7 +208,8 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
         if found.recipe is None:
             found = found._replace(reason=reasons.joined([found.reason, *refused]))
     if not is_cpu and (lost := tiles.hopper_unavailable(shape.capability)):
-        if shape.suits_hopper(recipes.NAMED["sage2-8b-rotated" if wanted == AUTO else wanted]):
+        name = "sage2-8b-rotated" if wanted == AUTO else wanted
+        if tiles.suits_hopper(shape, recipes.NAMED[name]):
             reason = f"{found.reason}; {lost}"
             return found._replace(reason=reasons.HOPPER_LOST.worded(reason, compat.GLUON_VERSIONS))
     return found
@@ -236,7 +239,7 @@ def _case(call: Call, shape: CallShape, names: tuple[str, ...]) -> BenchmarkCase
     """What is timed in the call's place. None where times are predicted: for a size that depends on
     data, and for calls that none of SDPA's backends computes (flex_attention's windows and block
     lists, bands at the bottom right)."""
-    timed, band = shape.hinted(), dataclasses.replace(shape.band, bottom_right=False)
+    timed, band = shape.hinted(), shape.band._replace(bottom_right=False)
     shifted = timed and shape.band.bottom_right and timed.q[2] != timed.k[2]
     if timed is None or shifted or shape.kind in ("flex window", "blocks"):
         return None
@@ -345,7 +348,7 @@ def _predicted(
 def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Decision:
     """The recipe, where it was measured to be faster by block lists than flex_attention is."""
     lost = tiles.hopper_unavailable(shape.capability)
-    suits = shape.suits_hopper(recipes.NAMED[recipe])
+    suits = tiles.suits_hopper(shape, recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
     if not known or pad_head_dim(shape.head_dim) not in (64, 128):
         return Decision(None, reasons.LISTS_UNMEASURED(recipe))

@@ -18,12 +18,13 @@ from torch.nn.attention import current_flash_attention_impl
 
 from sage_inductor.choose import cost
 from sage_inductor.choose.cost import TRAINED, Fit, Prediction, Sizes
+from sage_inductor.ops.attention.select import tile_of_hopper
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import NAMED, unrotated
 from sage_inductor.ops.sources import source_tag
-from sage_inductor.patterns.call import Band
-from sage_inductor.patterns.call_shape import CallShape
+from sage_inductor.ops.visibility import Band
 
 TORCHS_FLASH = "FA2"  # the built-in tables were measured against it, and against cuDNN
 
@@ -276,5 +277,5 @@ def _warpgroups(device: Gpu, family: Family, recipe: str, sizes: Sizes) -> int:
     kernel's. All calls that train have one name: kernels of one tile take most of their time."""
     if family.kind in TRAINED:
         return 0
-    tile = family.shape(device, sizes).hopper_tile(NAMED[recipe])
+    tile = tile_of_hopper(family.shape(device, sizes), NAMED[recipe])
     return tile.warpgroups if tile else 0

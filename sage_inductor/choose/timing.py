@@ -26,6 +26,7 @@ from sage_inductor.choose.candidates import Candidate, recipes_of
 from sage_inductor.choose.cost import TRAINED, Sizes
 from sage_inductor.choose.families import BACKENDS, OF_SDPA, Family, Table, are_enough
 from sage_inductor.ops import gpus
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.compat import default_store, disable_compiled_autograd
 from sage_inductor.ops.compile import LONGEST, compile_elsewhere
 from sage_inductor.ops.launch import noted
@@ -33,8 +34,7 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.sdpa import SdpaCall, attend
 from sage_inductor.ops.training.gradients import training_op
-from sage_inductor.patterns.call import CAUSAL, FULL
-from sage_inductor.patterns.call_shape import CallShape
+from sage_inductor.ops.visibility import CAUSAL, FULL
 
 _log = logging.getLogger("sage_inductor")
 
@@ -155,7 +155,7 @@ def calls_of(case: BenchmarkCase) -> dict[Candidate | str, Callable]:
     elif shape.mask_dtype is not None:
         attn_mask = torch.randn(shape.mask, dtype=shape.mask_dtype, **make)
 
-    band = (shape.band.left, shape.band.right, False)
+    band = shape.band
     is_causal, sdpa_mask = attn_mask is None and shape.band == CAUSAL, attn_mask
     if shape.band != FULL and not is_causal:  # SDPA is given the band in its mask
         zeros = torch.zeros(q.shape[2], k.shape[2], device=q.device, dtype=q.dtype)

@@ -32,7 +32,7 @@ from bench.cases import MASKS, PLANS, Case
 from sage_inductor import report
 from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.select import Problem, select
+from sage_inductor.ops.attention.select import select
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.visibility import Visibility
 
@@ -134,7 +134,7 @@ def test_the_gates_tile_is_that_of_the_length_that_is_timed(monkeypatch):
     """At head_dim 64 three warpgroups compute from N=6144 on; the gate's own case has N=300."""
     case, selected = (
         Case(1, 2, 2, 300, 64),
-        select(Problem((9, 0), NAMED["sage2-8b-per-token"], 64, False)),
+        select((9, 0), NAMED["sage2-8b-per-token"], 64, False),
     )
     a = providers._kernel(case, "sage2-8b-per-token").prepare(*inputs(case))
     monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))

@@ -19,8 +19,8 @@ from sage_inductor.choose import cost, families, tables, timing
 from sage_inductor.choose.candidates import Candidate
 from sage_inductor.choose.timing import BenchmarkCase
 from sage_inductor.ops import gpus
-from sage_inductor.patterns.call import CAUSAL, FULL, Band
-from sage_inductor.patterns.call_shape import CallShape
+from sage_inductor.ops.call_shape import CallShape
+from sage_inductor.ops.visibility import CAUSAL, FULL, Band
 
 CUDA = torch.device("cuda", 0)
 LONG = regret.Call(4, 32, 32, 16384, 16384, 128, "full", None, "bfloat16")

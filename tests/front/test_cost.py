@@ -23,7 +23,7 @@ from sage_inductor.choose.cost import (
     features,
 )
 from sage_inductor.ops.attention.tiles import schedule
-from sage_inductor.patterns.call import Band
+from sage_inductor.ops.visibility import Band
 
 NONE = Features(*[0.0] * len(Features._fields))
 

@@ -35,10 +35,10 @@ from sage_inductor.choose.families import Family, Table
 from sage_inductor.ops import gpus
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.selector import Selection
-from sage_inductor.ops.visibility import BlockLists
+from sage_inductor.ops.visibility import Band, BlockLists
 from sage_inductor.options import Settings
 from sage_inductor.patterns import eligible
-from sage_inductor.patterns.call import Band, Call
+from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex
 from sage_inductor.policy import Rule
 

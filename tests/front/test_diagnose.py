@@ -32,8 +32,8 @@ from sage_inductor.choose.families import Family
 from sage_inductor.diagnose import TOLERANCE
 from sage_inductor.measure import Row
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, TABLE
+from sage_inductor.ops.visibility import FULL
 from sage_inductor.patterns import Decision, Site, reasons
-from sage_inductor.patterns.call import FULL
 from sage_inductor.policy import Rule
 
 sdpa = F.scaled_dot_product_attention

@@ -35,9 +35,9 @@ from sage_inductor.choose.timing import BenchmarkCase, agreed
 from sage_inductor.cli.tune import lines
 from sage_inductor.ops import gpus, launch
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.patterns.call import FULL, Band
-from sage_inductor.patterns.call_shape import CallShape
+from sage_inductor.ops.visibility import FULL, Band
 
 GPU = tables.H200
 PROPERTIES = SimpleNamespace(multi_processor_count=132)
@@ -290,10 +290,9 @@ def test_the_kernels_of_all_families_compile_before_the_first_is_timed(timed, gp
 def test_what_tells_tiles_apart_is_measured(gpu):
     """Tiles that run at once, and by each tile fewer heads of k than of q."""
     at_once, grouped = 0, set()
-    for kind, right in (("full", None), ("causal", 0)):
+    for kind in ("full", "causal"):
         for sizes in Family(128, 128, kind).sizes(timing.MANY):
-            heads, band = sizes.B * sizes.H_q, (None, right)
-            load = tiles.Load.of(heads, sizes.N_q, sizes.N_kv, band, False, gpu)
+            load = tiles.Load.of(Family(128, 128, kind).shape(gpu, sizes))
             at_once += load.reaches(tiles.AT_ONCE)
             if sizes.H_kv < sizes.H_q and sizes.N_q == sizes.N_kv:
                 tile = tiles.hopper((9, 0), "fp8", 128, kind == "causal", load)

@@ -16,17 +16,19 @@ from support import attention_call
 from bench.tritons import ROWS
 from sage_inductor.ops import compat, gpus
 from sage_inductor.ops import pool as blocks_of_tokens
+from sage_inductor.ops import sdpa as of_sdpa
 from sage_inductor.ops.attention import nvfp4, tiles
 from sage_inductor.ops.attention import triton as portable
 from sage_inductor.ops.attention.hopper import kernel as hopper
 from sage_inductor.ops.attention.hopper import plan
-from sage_inductor.ops.attention.select import Problem, hopper_tile
+from sage_inductor.ops.attention.select import hopper_tile, select
 from sage_inductor.ops.attention.tiles import Load
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize import keys, one_pass, smooth, values
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.visibility import BlockLists, Visibility
+from sage_inductor.ops.visibility import CAUSAL, FULL, Band, BlockLists, Visibility
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {  # bytes that a program may have
@@ -439,7 +441,7 @@ def test_one_warpgroup_is_a_program_for_each_tile():
     programs = {}
     for warpgroups in (1, 3):
         for band in ((None, None), (None, 0), (99, 0)):
-            visible = Visibility(left=band[0], right=band[1])
+            visible = Visibility(band=Band(*band))
             a = attention_call(q, k, v, "sage2-8b-per-token", visible)
             tile = tiles.hopper((9, 0), "fp8", 64, False, tiles.ANY, warpgroups)
             first, *more = noted.launches(plan.launch, (9, 0), a, tile, run)
@@ -484,7 +486,7 @@ def test_warpgroups_name_a_tile():
     )
 
 
-FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
+BAND = Band(700, 500)
 
 
 @pytest.mark.parametrize(
@@ -558,8 +560,11 @@ FULL, CAUSAL, BAND = (None, None), (None, 0), (700, 500)
 )  # fmt: skip
 def test_a_calls_load_chooses_its_tile(D, heads, N_q, N_kv, band, masked, warpgroups, monkeypatch):
     monkeypatch.setattr(gpus, "processors", lambda device: 132)
-    load = Load.of(heads, N_q, N_kv, band, masked, torch.device("cuda"))
-    tile = tiles.hopper((9, 0), "fp8", D, band == CAUSAL, load)
+    mask = (1, 1, N_q, N_kv) if masked else None
+    shape = CallShape(torch.device("cuda"), torch.bfloat16, (1, heads, N_q, D), (1, heads, N_kv, D),
+                      (1, heads, N_kv, D), Band(*band), mask)  # fmt: skip
+    load = Load.of(shape)
+    tile = tiles.hopper((9, 0), "fp8", D, shape.band == CAUSAL, load)
     assert (tile.warpgroups if tile else 0) == warpgroups
 
 
@@ -848,11 +853,17 @@ def test_every_kernel_compiles_with_the_oldest_and_the_newest_triton():
     assert tuple(tuple(map(int, each.split(".")[:2])) for each in line.split()) == compat.GLUON
 
 
-def test_the_kernel_is_that_of_the_wider_head_dim():
-    k, v = torch.empty(1, 2, 8, 64), torch.empty(1, 2, 8, 200)
-    for pair in ((k, v), (v, k)):
-        problem = Problem.of(*pair, NAMED["sage2-8b"], masked=True)
-        assert problem.head_dim == 200 and problem.capability is None
+def test_the_kernel_is_that_of_the_wider_head_dim(monkeypatch):
+    asked, recipe = [], NAMED["sage2-8b"]
+    monkeypatch.setattr(of_sdpa, "select", lambda *given: asked.append(given) or select(*given))
+    for D, D_v in ((64, 200), (200, 64)):
+        q, v = torch.randn(1, 2, 8, D), torch.randn(1, 2, 8, D_v)
+        a = of_sdpa.attention_call(
+            q, q, v, None, of_sdpa._visibility(q, v, None, FULL, recipe), 1.0, recipe
+        )
+        assert asked.pop() == (None, recipe, 200, False, None)
+        shape = a.shape(q.device)
+        assert (shape.head_dim, shape.capability, shape.q[3], shape.v[3]) == (200, None, D, D_v)
 
 
 TRAINING = {  # sage::sagebwd's kernels, which launch of it, and whether it computes dP, in 16 bits

@@ -28,7 +28,6 @@ from bench.tritons import ROWS
 from sage_inductor.ops import compat, gpus, selector
 from sage_inductor.ops import pool as of_tokens
 from sage_inductor.ops.attention.select import (
-    Problem,
     attention,
     hopper_tile,
     select,
@@ -38,7 +37,7 @@ from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.selector import BLOCK_SIZE, Selection
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import CAUSAL, Visibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
@@ -282,11 +281,11 @@ def test_what_hopper_kernel_cannot_read_runs_on_the_other():
     apart = torch.stack([q, q], 4)[..., 0]  # its last stride is 2
     unaligned = torch.cat([v, v[..., :1]], 3)[..., 1:]  # 2 bytes off
     for recipe, q_, v_ in (("sage2-8b-per-token", apart, v), ("sage1-per-token", q, unaligned)):
-        a = attention_call(q_, k, v_, recipe, Visibility(right=0))
+        a = attention_call(q_, k, v_, recipe, Visibility(band=CAUSAL))
         assert hopper_tile(a) is None
         out, _ = attention(*a)
         r = NAMED[recipe]
-        tile = select(Problem(gpus.capability(q.device), r, 128, masked=False))
+        tile = select(gpus.capability(q.device), r, 128, masked=False)
         out_ref, _ = emulation.attention(a, tile.BLOCK_N)
         assert relative_l2(out, out_ref) <= 1e-3
 

@@ -41,8 +41,7 @@ from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
 from sage_inductor.ops.training.kernels import empty_codes, launch_quantize
-from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists, Visibility
-from sage_inductor.patterns.call import Band
+from sage_inductor.ops.visibility import BLOCK_SIZES, Band, BlockLists, Visibility
 
 pytestmark = [*INTERPRETER.marks, pytest.mark.usefixtures("poisoned")]
 qkv = INTERPRETER.qkv

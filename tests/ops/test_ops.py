@@ -21,7 +21,7 @@ from sage_inductor import lowering
 from sage_inductor.ops import gpus, visibility
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.select import Problem, attention, select
+from sage_inductor.ops.attention.select import attention, select
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import MAX_ROWS, PV, Format, Prepared
 from sage_inductor.ops.quantize.op import quantize_kv, smooth
@@ -992,6 +992,5 @@ def test_a_graph_is_of_one_head_dim(op):
 
 @pytest.mark.parametrize("block_q", [64, 192])
 def test_lists_are_of_whole_groups_of_rows_that_share_a_scale(block_q):
-    problem = Problem((9, 0), NAMED["sage1"], 128, False, (block_q, 64))
     with pytest.raises(ValueError, match=f"lists of {block_q} queries where 128 share a scale"):
-        select(problem)
+        select((9, 0), NAMED["sage1"], 128, False, (block_q, 64))

@@ -18,7 +18,7 @@ from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.visibility import CAUSAL, Visibility
 
 qkv = functools.partial(support.qkv, B=1, H_q=2, H_kv=2, N_q=200, N_kv=300)
 
@@ -397,7 +397,7 @@ def test_smoothing_takes_the_biases_out_of_the_error(recipe, bound):
 
 def test_one_level_of_block_n_does_not_change_what_is_computed():
     q, k, v = qkv()
-    a = attention_call(q, k, v, "sage1", Visibility(right=0))
+    a = attention_call(q, k, v, "sage1", Visibility(band=CAUSAL))
     for x, y in zip(emulation.attention(a, 64), emulation.attention(a, 128)):
         assert_close(x, y, rtol=2e-2, atol=2e-3)  # p rounded to bf16 beside another maximum
 

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from pairs import chosen, has_every_variant
 from support import band_mask, run_seen
 
+from sage_inductor.ops.symbols import statically_true
+from sage_inductor.ops.visibility import CAUSAL, FULL, Band
 from sage_inductor.patterns.bands import prove
-from sage_inductor.patterns.call import CAUSAL, FULL, Band
-from sage_inductor.patterns.graph import GraphIndex, statically_true, value_of
+from sage_inductor.patterns.graph import GraphIndex, value_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -22,11 +22,9 @@ import sage_inductor
 from sage_inductor.choose import cost
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.reference.exact import attention_exact
-from sage_inductor.ops.visibility import BlockLists
+from sage_inductor.ops.visibility import CAUSAL, FULL, Band, BlockLists
 from sage_inductor.options import Settings
 from sage_inductor.patterns import flex
-from sage_inductor.patterns.call import CAUSAL, FULL, Band
-from sage_inductor.patterns.call_shape import CallShape
 from sage_inductor.patterns.flex import find
 from sage_inductor.patterns.graph import GraphIndex
 
@@ -337,7 +335,7 @@ def test_a_window_that_flex_computes_is_not_measured_by_sdpas_mask():
 
     def see(gm):
         (call,) = find_all(gm.graph)
-        assert call.refused is None and CallShape.of(call).kind == "flex window"
+        assert call.refused is None and call.shape.kind == "flex window"
 
     run_seen(from_blocks([[0], [0, 1]], None, window), *random_qkv(256), see=see)
     assert "flex window" not in cost.TIMED

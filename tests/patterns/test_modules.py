@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from sage_inductor.choose.decide import rewrite
+from sage_inductor.ops.visibility import CAUSAL, FULL
 from sage_inductor.options import Settings
 from sage_inductor.patterns import modules
-from sage_inductor.patterns.call import CAUSAL, FULL
 from sage_inductor.patterns.graph import GraphIndex, op_name, value_of
 from sage_inductor.patterns.modules import find
 

@@ -28,9 +28,10 @@ from sage_inductor.choose.decide import Settings, _at_least, rewrite
 from sage_inductor.choose.decide import decide as decide_call
 from sage_inductor.ops import recipe as recipes
 from sage_inductor.ops.sdpa import SdpaCall, compose
+from sage_inductor.ops.symbols import guarded
 from sage_inductor.patterns import Decision, reasons, share
 from sage_inductor.patterns import sdpa as sdpa_pattern
-from sage_inductor.patterns.graph import Emitter, GraphIndex, guarded, value_of
+from sage_inductor.patterns.graph import Emitter, GraphIndex, value_of
 
 EMULATE = Settings(emulate=True)
 

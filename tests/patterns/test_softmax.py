@@ -26,7 +26,7 @@ from sage_inductor import SageRefused, patterns
 from sage_inductor.choose.decide import Settings
 from sage_inductor.choose.decide import decide as decide_call
 from sage_inductor.ops.lse import compose_with_sink
-from sage_inductor.patterns.call import FULL
+from sage_inductor.ops.visibility import FULL
 from sage_inductor.patterns.graph import GraphIndex, value_of
 from sage_inductor.patterns.softmax.build import find
 

@@ -41,25 +41,17 @@ MAX_K_ROWS = 2**30
 L2_BYTES = 24 << 20
 
 
-def why_not(a: AttentionCall) -> str | None:
-    """The reason this kernel does not compute such a call, or None if it does; triton.py's computes
-    every call."""
-    recipe, q = a.decoded, a.q
-    if (recipe.qk, recipe.granularity) != ("int8", "per_token"):
-        return f"it multiplies INT8 with a scale per token, not {recipe.qk}, {recipe.granularity}"
-    if recipe.pv not in ("fp8", "16bit"):
-        return f"it multiplies p and v in FP8 or 16 bits, not {recipe.pv}"
-    if a.attn_mask is not None and a.attn_mask.dtype != torch.bool:
-        return "of masks it reads bool ones alone"
-    if a.attn_mask is not None and recipe.pv == "16bit":
-        return "with a mask, v must have 8 bits: in 16, it may hold NaN where no query sees it"
-    if q.dtype not in (torch.float16, torch.bfloat16) or q.stride(3) != 1:
-        return "q must have 16 bits and its channels side by side"
-    if a.k.shape[:3].numel() >= MAX_K_ROWS:
-        return f"k must have fewer than {MAX_K_ROWS} rows in all heads"
-    if recipe.pv == "16bit" and not _fits_tma(a.v):
-        return "16-bit v must have 16-byte rows, at 16-byte addresses"
-    return None
+def reads(a: AttentionCall) -> bool:
+    """Whether this kernel can read the tensors of a call that it computes (tiles.suits_hopper):
+    16-bit q with its channels side by side, fewer than MAX_K_ROWS rows of k in all heads, and
+    16-bit v in 16-byte rows at 16-byte addresses."""
+    q = a.q
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.stride(3) == 1
+        and a.k.shape[:3].numel() < MAX_K_ROWS
+        and (a.decoded.pv != "16bit" or _fits_tma(a.v))
+    )
 
 
 def registers(tile: Tile) -> tuple[int, int]:
@@ -77,8 +69,8 @@ def launch(
     a: AttentionCall, tile: Tile, run: Callable, device: torch.device | None = None,
     keeps_max: bool = False, own: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, of a call that nothing speaks
-    against (`why_not`). device: q's, if that is on meta. Sizes may be known only later
+    """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, of a call that it
+    can read (`reads`). device: q's, if that is on meta. Sizes may be known only later
     (lowering/record.py): no plan is kept for those. keeps_max: lse is [2, B, H_q, N_q], and the
     second is the largest score of each row, in log2 units. own: k's codes by one scale a row, and
     those scales [B, H_kv, N_pad] fp32, for the keys near the diagonal (kernel.py: OWN)."""

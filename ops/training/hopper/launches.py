@@ -16,13 +16,13 @@ from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import HAS_PDL, doubled, pdl_option
-from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.backward_kernels import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
 from sage_inductor.ops.training.kernels import empty_codes, launch_quantize
-from sage_inductor.ops.visibility import Visibility
+from sage_inductor.ops.training.operands import Kept, Operands
+from sage_inductor.ops.visibility import CAUSAL, FULL, Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
 UNROLL, FLUSH_DK = 2, 32
@@ -59,7 +59,7 @@ def launch_forward(
     (Kept's) -> out [B, H_q, N_q, D] and Kept.stats. On a Gpu, which need not be here, nothing can
     be copied: NotImplementedError is raised where q or v must be."""
     prepared, n_kv = Prepared(k, k_scale[..., None], None), v.shape[2]
-    visibility = Visibility(right=0 if is_causal else None)
+    visibility = Visibility(band=CAUSAL if is_causal else FULL)
 
     def call(q: Tensor, v: Tensor) -> AttentionCall:
         return AttentionCall.of(
@@ -67,7 +67,7 @@ def launch_forward(
         )
 
     a = call(q, v)
-    if plan.why_not(a):  # q's channels are apart, or v's rows are none that TMA reads
+    if not plan.reads(a):  # q's channels are apart, or v's rows are none that TMA reads
         if isinstance(device, gpus.Gpu):
             raise NotImplementedError("q or v is copied")
         v_padded = F.pad(v, (0, -v.shape[3] % 8)).contiguous()  # of no padding v's strides

@@ -1,6 +1,6 @@
 """What a decision about an attention call may depend on: its sizes, dtype and device, and what
-hides keys. A `CallShape` is made of a `Call` while its graph is compiled, or of a family of calls
-that is timed beforehand (choose/families.py).
+hides keys. A `CallShape` is made of a `Call` while its graph is compiled, of a family of calls that
+is timed beforehand (choose/families.py), or of an `AttentionCall` when a kernel is chosen.
 
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v).
 """
@@ -11,13 +11,9 @@ from typing import NamedTuple
 import torch
 
 from sage_inductor.ops import gpus
-from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.select import Problem, select
-from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.gpus import Gpu
-from sage_inductor.ops.recipe import Recipe
-from sage_inductor.patterns.call import CAUSAL, FULL, Band, Call
-from sage_inductor.patterns.graph import guarded, specialised, value_of
+from sage_inductor.ops.symbols import guarded, hint, specialised
+from sage_inductor.ops.visibility import FULL, Band
 
 
 class CallShape(NamedTuple):
@@ -34,14 +30,6 @@ class CallShape(NamedTuple):
     block_size: tuple[int, int] | None = None  # of lists of blocks, of queries and of keys
     is_flex: bool = False  # flex_attention computes it, which needs no mask for a window
     trains: bool = False  # forward and backward are timed together
-
-    @classmethod
-    def of(cls, call: Call) -> "CallShape":
-        q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
-        of_mask = (None, None) if mask is None else (tuple(mask.shape), mask.dtype)
-        shapes = (tuple(x.shape) for x in (q, k, v))
-        is_flex = call.spelling == "flex_attention"
-        return cls(q.device, call.out.dtype, *shapes, call.band, *of_mask, call.block_size, is_flex)
 
     @property
     def kind(self) -> str:
@@ -72,35 +60,9 @@ class CallShape(NamedTuple):
         """None: CPU."""
         return None if self.device.type == "cpu" else gpus.capability(self.device)
 
-    def tile(self, recipe: Recipe) -> Tile:
-        """The tile of the kernel that computes all such calls. Raises ValueError if none does."""
-        given = self.capability, recipe, self.head_dim, self.mask is not None
-        return select(Problem(*given, block_size=self.block_size))
-
-    def suits_hopper(self, recipe: Recipe) -> bool:
-        """Whether the Hopper kernel computes such calls, where it is there."""
-        return tiles.suits_hopper(recipe, self.head_dim, self.mask_dtype)
-
-    def hopper_tile(self, recipe: Recipe) -> Tile | None:
-        """The Hopper kernel's tile for these sizes; None: another kernel computes them."""
-        if not self.suits_hopper(recipe):
-            return None
-        (B, H_q, N_q, _), bounds = self.q, (self.band.left, self.band.right)
-        masked = self.mask is not None
-        load = tiles.Load.of(B * H_q, N_q, self.k[2], bounds, masked, self.device)
-        is_causal = self.band == CAUSAL
-        return tiles.hopper(self.capability, recipe.pv, self.head_dim, is_causal, load)
-
     def hinted(self) -> "CallShape | None":
         """The same with the sizes that are compiled for, unguarded. None: one depends on data."""
         q, k, v, mask = (x and tuple(map(hint, x)) for x in (self.q, self.k, self.v, self.mask))
         if None in itertools.chain(q, k, v, mask or ()):
             return None
         return self._replace(q=q, k=k, v=v, mask=mask)
-
-
-def hint(n) -> int | None:
-    """A size while compiling, unguarded; None if it depends on data."""
-    if isinstance(n, torch.SymInt):
-        return n.node.hint if n.node.has_hint() else None
-    return n
