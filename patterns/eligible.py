@@ -197,14 +197,6 @@ def decoded(k: Node) -> Reason | None:
     return None
 
 
-def copied(call: Call) -> Reason | None:
-    """The reason that a call which stays is slow, where few queries read heads that are repeated
-    for them, as those of a static cache are."""
-    q, k = (value_of(x).shape for x in (call.q, call.k))
-    few = call.repeated > 1 and statically_true(q[2] <= 16)
-    return reasons.REPEATED(k[1], q[1], q[2]) if few else None
-
-
 def why_no_fp8_backward(capability: tuple[int, int]) -> Reason | None:
     """The reason that the FP8 backward trains no call on a GPU."""
     if capability != (9, 0):

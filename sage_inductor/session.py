@@ -9,10 +9,9 @@ from sage_inductor.ops.notes import NOTES
 
 _ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
 _NESTED = re.compile("nested.?tensor", re.I)
-# Lines of packed documents at which a graph breaks, before attention is called, and the reasons.
-_DOCUMENTS = {
-    re.compile(r"split\(.*\.tolist\(\).*\b(k|keys?|key_states)\b"): "CHUNKED",
-    re.compile(r"_is_packed_sequence\("): "FROM_POSITIONS",
+_DOCUMENTS = {  # by the reason's name: lines of packed documents at which a graph breaks
+    "CHUNKED": re.compile(r"split\(.*\.tolist\(\).*\b(k|keys?|key_states)\b"),
+    "FROM_POSITIONS": re.compile(r"_is_packed_sequence\("),
 }
 
 
@@ -39,7 +38,7 @@ class Seen:
     def left_to_eager(self) -> list[str]:
         """A line for each place where a graph breaks at an attention call, at packed documents or
         at nested tensors. On a CPU attention to these always breaks it."""
-        from sage_inductor.patterns import reasons  # which imports torch's compiler
+        from sage_inductor.patterns import reasons  # which takes sympy with it
 
         known, found, told = set(map(id, self._known)), {}, {}
         for each in self._broken():
@@ -49,7 +48,7 @@ class Seen:
             line, place = call.line or "", f"{call.filename}:{call.lineno}"
             if _ATTENTION.search(line):
                 found[f"attention at {place}"] = each.reason
-            for name in (name for at, name in _DOCUMENTS.items() if at.search(line)):
+            for name in (name for name, at in _DOCUMENTS.items() if at.search(line)):
                 why = getattr(reasons, name)
                 told[place] = f"{place}: {why(self.graphs)}; {why.remedy}"
         for text in self._new_breaks():

@@ -42,8 +42,8 @@ def select(
 
 
 def why_not_listed(recipe: Recipe, block_q: int) -> str | None:
-    """The reason that no kernel of a recipe takes lists of blocks of so many queries, if there is
-    one."""
+    """The reason that no kernel of a recipe takes lists of blocks of this many queries, if there
+    is one."""
     if recipe.of_qk.block_scaled:
         return f"no kernel for block lists with qk={recipe.qk!r}"
     span = recipe.sharing.q_span

@@ -98,8 +98,9 @@ def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decisi
     unrepeats, reason = _gains_unrepeated(call, shape), found.reason
     if unrepeats:
         reason = reasons.UNREPEATED(shape.k[1], shape.q[1], reason)
-    slow = eligible.decoded(call.k) or (None if unrepeats else eligible.copied(call))
-    if slow:  # the first is what to change first, such as the device
+    slow = eligible.decoded(call.k) or (None if unrepeats else _copied(call, shape))
+    if slow and isinstance(reason, Reason):
+        # The first is what to change first, such as the device.
         last = reason.cause in (reasons.TOO_SHORT, reasons.UNREPEATED)
         reason = reasons.joined([slow, reason] if last else [reason, slow])
     if wanted == AUTO and shape.capability is not None and _decodes(call, shape):
@@ -131,6 +132,13 @@ def _gains_unrepeated(call: Call, shape: CallShape) -> bool:
         and torch.backends.cuda.cudnn_sdp_enabled()
         and (torch.backends.cudnn.version() or 0) >= CUDNN
     )
+
+
+def _copied(call: Call, shape: CallShape) -> Reason | None:
+    """The reason that few queries are slow whose k and v are repeated for them, as by a static
+    cache."""
+    few = call.repeated > 1 and statically_true(shape.q[2] <= 16)
+    return reasons.REPEATED(shape.k[1], shape.q[1], shape.q[2]) if few else None
 
 
 def _request(

@@ -10,7 +10,8 @@ Packed documents: a vision tower calls "sage" once for each, which breaks the gr
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v), S documents.
 """
 
-import inspect
+from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from sage_inductor.functional import attention
 NAMES = "sage", "sage_inductor"  # its own, and what other libraries call ours
 PACKED = "sage_flash", "sage_packed"  # of a tower, and of a whole model
 # Where varlen_attn has no such argument (torch 2.11), it takes fewer heads of k and v by itself.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: Any = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 SDPAS = ("position_bias", "cache", "output_attentions")  # arguments that "sdpa" has an answer to
 REFUSED = ("softcap", "s_aux", "sinks", "block_indices")  # and those that SDPA cannot compute
 
@@ -95,7 +96,7 @@ def sage_attention_forward(
 
 def packed_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, **kwargs,
+    cu_seq_lens_q: Tensor | None = None, **kwargs,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """As `sage_attention_forward`, but exact where cu_seq_lens [S + 1] are given: rows cu[s] to
     cu[s + 1] of all batches together are document s. They say what is seen, and attention_mask is
@@ -106,13 +107,13 @@ def packed_attention_forward(
     if refused := [x for x in (*REFUSED, *SDPAS) if given.get(x, False) is not False]:
         raise ValueError(f"packed attention does not support {', '.join(refused)}")
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [T, H, D]
-    cu, width = (cu_seq_lens_q, cu_seq_lens_k), given.get("sliding_window", 0)
+    cu, width = (cu_seq_lens_q, given["cu_seq_lens_k"]), given.get("sliding_window", 0)
     scale, dropout = given.get("scaling"), given.get("dropout", 0.0)
     causal = given.get("is_causal", getattr(module, "is_causal", True))
     if q.is_cuda and q.dtype.itemsize == 2 and not dropout and q.shape[2] == v.shape[2]:
         longest, left = (given["max_length_q"], given["max_length_k"]), width - 1
         window = left, 0 if causal else left
-        out = varlen_attn(q, k, v, *cu, *longest, scale=scale, window_size=window, **GROUPED)
+        out: Any = varlen_attn(q, k, v, *cu, *longest, scale=scale, window_size=window, **GROUPED)
     else:
         (of_q, to_q), (of_k, to_k) = map(_places, cu, (q, k))
         ahead = to_q[:, None] - to_k  # [T_q, T_k]: from a query to a key
