@@ -2,6 +2,9 @@
 holds; the calls that read its codes; its error."""
 
 import contextlib
+import subprocess
+import sys
+import textwrap
 from unittest import mock
 
 import pytest
@@ -281,6 +284,24 @@ def test_other_layers_and_other_caches_are_transformers_own():
 def test_what_cannot_be_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Int8Cache(LlamaConfig(**SIZES), **given)
+
+
+def test_without_transformers_the_other_names_are_there():
+    code = """
+        import sys
+        sys.modules["transformers"] = None
+        from sage_inductor import *
+        import sage_inductor
+        assert "Int8Cache" not in dir(sage_inductor) and callable(attention)
+        try:
+            sage_inductor.Int8Cache
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert "transformers" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize("D", [40, 272])
