@@ -111,7 +111,7 @@ class _Int8Layer(StaticLayer):
             else:
                 setattr(self, name, chosen)
                 _stay(chosen)
-        self.batch_size = len(self.keys)
+        self.batch_size = len(self.anchor)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

@@ -2,6 +2,9 @@
 holds; the calls that read its codes; its error."""
 
 import contextlib
+import subprocess
+import sys
+import textwrap
 from unittest import mock
 
 import pytest
@@ -254,7 +257,7 @@ def test_the_first_keys_fix_the_anchor_until_it_is_reset():
     k = torch.randn(3, 2, 5, 64).half() - 7
     layer.update(k, k[..., :32])
     assert torch.equal(layer.anchor, anchor) and (anchor - 3).abs().mean() < 0.5
-    layer.value_scale[0, 0, 3] = float("nan")
+    layer.value_scale[0, 0, 30] = float("nan")
     cache.reset()
     found, values = layer.update(k, k[..., :32])
     torch.testing.assert_close(layer.anchor, k.float().mean(2))
@@ -283,6 +286,24 @@ def test_what_cannot_be_is_refused(given, message):
         Int8Cache(LlamaConfig(**SIZES), **given)
 
 
+def test_without_transformers_the_other_names_are_there():
+    code = """
+        import sys
+        sys.modules["transformers"] = None
+        from sage_inductor import *
+        import sage_inductor
+        assert "Int8Cache" not in dir(sage_inductor) and callable(attention)
+        try:
+            sage_inductor.Int8Cache
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert "transformers" in found.stdout, found.stderr
+
+
 @pytest.mark.parametrize("D", [40, 272])
 def test_a_head_dim_that_decode_has_not_is_refused(D):
     with pytest.raises(
@@ -306,7 +327,7 @@ def test_more_tokens_than_there_is_room_for_are_an_error():
 def attend(q, k_codes, k_scale, v_codes, v_scale, anchor, mask, case: str):
     """A part of a model that reads its cache."""
     k = read_kv(k_codes, k_scale, anchor, True, torch.float16)
-    of_v = (anchor, True) if case == "v is rotated" else (None, False)
+    of_v = None, case == "v is rotated"
     if case == "v has an anchor":
         of_v = anchor, False
     v = read_kv(v_codes, v_scale, *of_v, torch.float16)
@@ -318,7 +339,7 @@ def attend(q, k_codes, k_scale, v_codes, v_scale, anchor, mask, case: str):
         q, mask = q[1:], mask[1:, :, :, 3:33]
         k, v = k[1:, :, 3:33], v[:, :, 3:33][1:, :]
     if case == "some channels":
-        q, k = q[..., :32], k[..., :32]
+        q, k = q[..., :32], k[:, :, :, :32]
     if case == "a head":
         k, v = k[:, 1][:, None].expand(-1, 2, -1, -1), v[:, 1][:, None].expand(-1, 2, -1, -1)
     if case == "heads repeated":

@@ -392,10 +392,11 @@ def test_what_writes_to_a_cache_is_replayed_once_and_on_the_cache_itself(with_to
     ]  # fmt: skip
     given[2:4] = (x.clone() for x in given[2:4])
     run = torch.compile(step, fullgraph=True)
-    for _ in range(3):
-        on_cpu.clear()
-        with_torch.written()
-        run(*given)
+    with fresh_cache():
+        for _ in range(3):
+            on_cpu.clear()
+            with_torch.written()
+            run(*given)
     like = {f"x{i}": Tensor(x.dtype, x.shape, x.stride()) for i, x in enumerate(given)}
     expected = calls.planned(lambda *x: LAUNCHES[append_kv](*x, True), like, 132)
     assert not on_cpu and len(expected.launches) == 1

@@ -10,6 +10,7 @@ import torch
 from kernel_cases import GPU, INTERPRETER
 from pairs import seeds
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from triton.runtime import interpreter
 
@@ -125,7 +126,8 @@ def test_tokens_beyond_the_room_are_not_written(runner, n, length):
     whole = torch.full((1, 1, 80, 64), 99, dtype=torch.int8), torch.full((1, 1, 80), 9.0)
     codes, scale = (y[:, :, :40] for y in whole)
     given = codes, scale, x, x, torch.zeros(1, 1, 64), torch.tensor(length), True
-    by_kernel(codes, scale, torch.zeros_like(codes), torch.zeros_like(scale), *given[2:])
+    of_v = [y.clone()[:, :, :40] for y in whole]
+    by_kernel(codes, scale, *of_v, *given[2:])
     assert (whole[0][:, :, 40:] == 99).all() and (whole[1][:, :, 40:] == 9).all()
     assert (whole[1][:, :, :length] == 9).all() and (whole[1][:, :, length:40] != 9).all()
 
@@ -182,3 +184,33 @@ def test_what_is_read_is_what_was_appended(D, dtype):
         off = (found[:, :, 7:12].double() - x.double()).norm() / of_x.double().norm()
         # randn's largest of D is about 3: a code is 3 / 127, its error uniform.
         assert 1e-3 < off < 0.012 + 12 * eps, off
+
+
+REFUSED = {
+    "k_codes must be one of .*int8.*, got torch.float32": dict(k_codes=torch.zeros(2, 3, 150, 64)),
+    r"k_scale must be \[2, 3, 150\], got \[2, 1, 150\]": dict(k_scale=torch.zeros(2, 1, 150)),
+    "v_scale must be one of .*float32.*, got torch.float16": dict(v_scale=torch.zeros(2, 3, 150).half()),
+    r"v must be \[2, 3, 5, 48\], got \[2, 3, 4, 48\]": dict(v=torch.zeros(2, 3, 4, 48)),
+    r"anchor must be \[2, 3, 64\] or broadcast, got \[3, 64\]": dict(anchor=torch.zeros(3, 64)),
+    r"length must be \[\], got \[1\]": dict(length=torch.tensor([7])),
+    "length must be one of .*int64.*, got torch.float32": dict(length=torch.tensor(7.0)),
+    "length must be on cpu, got meta": dict(length=torch.tensor(7, device="meta")),
+    "k must have 1 to 150 rows, as the cache has, got 151": dict(n=151),
+    "head_dim must be a multiple of 16 up to 256, got 72, 48": dict(D=72, rotated=False),
+    "rotated, head_dim must be one of .*, got 80": dict(D=80),
+    "k, v and codes must have 4 dimensions, got 3": dict(k=torch.zeros(3, 5, 64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_defined_is_refused(message):
+    given = call_of(**REFUSED[message])
+    with pytest.raises((ValueError, TypeError), match=f"^sage::append_kv: {message}"):
+        append_kv(*given)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises((ValueError, TypeError), match=message),
+    ):
+        append_kv(*given)
+    with pytest.raises(ValueError, match="sage::read_kv: head_dim must be one of .*, got 48"):
+        read_kv(*call_of()[2:4], None, True, torch.float16)

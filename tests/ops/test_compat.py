@@ -21,7 +21,7 @@ FILES = {
 }
 # With an underscore, and documented all the same.
 DOCUMENTED = {
-    "torch._dynamo.reset", "torch._dynamo.list_backends", "torch._dynamo.mark_dynamic",
+    "torch._dynamo.reset", "torch._dynamo.list_backends", "torch._dynamo.mark_dynamic", "torch._dynamo.mark_static_address",
     "torch._dynamo.explain", "torch._inductor.aoti_compile_and_package",
     "torch._inductor.list_mode_options", "torch._inductor.config",
 }  # fmt: skip

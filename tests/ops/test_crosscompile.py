@@ -713,6 +713,13 @@ def test_short_kernels_spill_nothing(architecture, kernel):
         assert re.search(r"mma\S*(\.bf16|\.f16|::f16)", compiled.asm["ptx"])
 
 
+def test_a_cache_without_room_fails_an_assertion():
+    """On the device, where its length is. No Triton compiles one unless it is asked to."""
+    ptx = noted.kernel("_append_kv_kernel", noted.append, (9, 0)).asm["ptx"]
+    assert "__assertfail" in ptx
+    assert ptx.count("assertMessage_0[") == 1 and "assertMessage_1" not in ptx  # none of overflows
+
+
 def of_k(recipe):
     return "_quantize_k_kernel", lambda x, visible, pdl: keys.launch_k(
         x, x[:, :, 0].float(), NAMED[recipe], visible, run, pdl
