@@ -24,6 +24,7 @@ from sage_inductor.ops.formats import (
     Prepared,
     rotation_scale,
 )
+from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention, flatness
 from sage_inductor.ops.reference.exact import masked
@@ -36,7 +37,6 @@ from sage_inductor.ops.reference.quantize import (
     turn_back,
 )
 from sage_inductor.ops.reference.training import LARGEST, quantize
-from sage_inductor.ops.training.operands import Kept, Operands
 from sage_inductor.ops.visibility import FULL, Visibility
 
 

@@ -53,7 +53,7 @@ def test_every_public_name_is_found_when_it_is_asked_for():
         code = names + f"assert all(hasattr(sage_inductor, x) for x in {order})"
         imported(code)
     imported(
-        "import sage_inductor.config as c\n"
+        "import sage_inductor, sage_inductor.config as c\n"
         "from sage_inductor.config import config\n"
         "from sage_inductor import diagnose, report\n"
         "assert c is config is sage_inductor.config and callable(report) and callable(diagnose)\n"

@@ -41,13 +41,13 @@ from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import load_module
 from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Prepared
+from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.quantize.cache import append_kv
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sdpa import unsmoothed_lse
 from sage_inductor.ops.training import rowscaled
-from sage_inductor.ops.training.operands import Kept
 
 TRITONS = {9: 10}  # Triton's number of bf16, by the driver's
 RECIPE = NAMED["sage2-8b-per-token"].encode()

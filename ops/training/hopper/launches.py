@@ -16,12 +16,12 @@ from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import HAS_PDL, doubled, pdl_option
+from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.backward_kernels import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
 from sage_inductor.ops.training.kernels import empty_codes, launch_quantize
-from sage_inductor.ops.training.operands import Kept, Operands
 from sage_inductor.ops.visibility import CAUSAL, FULL, Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
