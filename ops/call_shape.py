@@ -58,7 +58,7 @@ class CallShape(NamedTuple):
     @property
     def capability(self) -> tuple[int, int] | None:
         """None: CPU."""
-        return None if self.device.type == "cpu" else gpus.capability(self.device)
+        return gpus.capability(self.device)
 
     def hinted(self) -> "CallShape | None":
         """The same with the sizes that are compiled for, unguarded. None: one depends on data."""

@@ -21,7 +21,8 @@ class Gpu(NamedTuple):
         return "cuda"
 
 
-def capability(device: torch.device | Gpu) -> tuple[int, int]:
+def capability(device: torch.device | Gpu) -> tuple[int, int] | None:
+    """None: a CPU."""
     return device.capability if isinstance(device, Gpu) else _capability(device)
 
 
@@ -30,8 +31,8 @@ def processors(device: torch.device | Gpu) -> int:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return None if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
 @functools.cache

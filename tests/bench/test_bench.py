@@ -33,7 +33,6 @@ from sage_inductor import report
 from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import select
-from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.visibility import Visibility
 
@@ -138,7 +137,7 @@ def test_the_gates_tile_is_that_of_the_length_that_is_timed(monkeypatch):
         select((9, 0), NAMED["sage2-8b-per-token"], 64, False),
     )
     a = providers._kernel(case, "sage2-8b-per-token").prepare(*inputs(case))
-    monkeypatch.setattr(CallShape, "capability", (9, 0))
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
     monkeypatch.setattr(gpus, "processors", lambda device: 132)
     assert providers.tile_of(a, Case(1, 2, 2, 8192, 64), selected).warpgroups == 3
     assert providers.tile_of(a, Case(1, 2, 2, 1024, 64), selected).warpgroups == 1
