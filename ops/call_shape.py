@@ -6,7 +6,7 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim (D_v of v
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,9 +56,9 @@ class CallShape(NamedTuple):
         return self.q[2], self.k[2]
 
     @property
-    def capability(self) -> tuple[int, int] | None:
-        """None: CPU."""
-        return gpus.capability(self.device)
+    def capability(self) -> Any:
+        """tuple[int, int]; None: a CPU."""
+        return None if self.device.type == "cpu" else gpus.capability(self.device)
 
     def hinted(self) -> "CallShape | None":
         """The same with the sizes that are compiled for, unguarded. None: one depends on data."""

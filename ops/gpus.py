@@ -21,8 +21,7 @@ class Gpu(NamedTuple):
         return "cuda"
 
 
-def capability(device: torch.device | Gpu) -> tuple[int, int] | None:
-    """None: a CPU."""
+def capability(device: torch.device | Gpu) -> tuple[int, int]:
     return device.capability if isinstance(device, Gpu) else _capability(device)
 
 
@@ -31,8 +30,8 @@ def processors(device: torch.device | Gpu) -> int:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    return None if device.type == "cpu" else torch.cuda.get_device_capability(device)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache

@@ -281,8 +281,9 @@ def compose_prepare(
 
 def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS) -> Visibility:
     """What the tiles of queries see of the kernel that computes the call."""
+    capability = None if k.device.type == "cpu" else gpus.capability(k.device)
     head_dim = max(int(k.shape[3]), int(v.shape[3]))
-    tile = select(gpus.capability(k.device), recipe, head_dim, attn_mask is not None, blocks.size)
+    tile = select(capability, recipe, head_dim, attn_mask is not None, blocks.size)
     return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
 
 

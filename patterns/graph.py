@@ -13,6 +13,7 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -32,7 +33,7 @@ VIEWS = ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "
 # -- values and sizes ----
 
 
-def value_of(x):
+def value_of(x) -> Any:
     """The fake tensor a node stands for (Dynamo: ``example_value``, torch.export: ``val``)."""
     if not isinstance(x, Node):
         return x

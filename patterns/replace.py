@@ -11,6 +11,7 @@ there is a learned sink, ``sage.with_sink(sdpa[0], sdpa[1], sink)`` takes its we
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -92,7 +93,7 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     put(first)
 
 
-def _codes(x: Node, emit: Emitter, of_v: bool = False) -> tuple[Node, Node | None, bool]:
+def _codes(x: Any, emit: Emitter, of_v: bool = False) -> tuple[Any, Any, bool]:
     """(codes, scales, whether they are rotated) of the cache of which k or v is read, whole or some
     of its tokens; (x, None, False) where it is none. What was taken off every key does not matter.
 

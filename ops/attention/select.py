@@ -64,7 +64,7 @@ def tile_of_hopper(shape: CallShape, recipe: Recipe, warpgroups: int | None = No
     tile, the table's is taken."""
     if not tiles.suits_hopper(shape, recipe):
         return None
-    kernel = shape.capability, recipe.pv, shape.head_dim
+    kernel = gpus.capability(shape.device), recipe.pv, shape.head_dim
     if shape.block_size is None:
         is_causal = shape.band[:2] == CAUSAL[:2]
         return tiles.hopper(*kernel, is_causal, tiles.Load.of(shape), warpgroups)
@@ -87,8 +87,8 @@ def _attend(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> tu
     programs share an SM instead of two, and at most 8 bytes a thread spill. Without a cap they are
     no faster than pointers (620 and 661 TFLOP/s)."""
     a, recipe = a.without_idle_bounds(), a.decoded
-    shape = a.shape(gpu)
-    tile, capability = tile_of(shape, recipe), shape.capability
+    shape, capability = a.shape(gpu), gpus.capability(gpu)
+    tile = select(capability, recipe, a.head_dim, a.attn_mask is not None, a.blocks.size)
     if recipe.of_qk.block_scaled:
         return nvfp4.launch(a, tile, run, tiles.multiplies_nvfp4(capability))
     of_hopper = hopper_tile(a, gpu)

@@ -24,6 +24,7 @@ from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.sources import source_tag
+from sage_inductor.ops.visibility import Band
 from sage_inductor.options import config
 from sage_inductor.study.measure import compare
 
@@ -160,7 +161,7 @@ def _probe(device, name: str, head_dim: int, kind: str) -> tuple[bool | None, st
     scale, right = head_dim**-0.5, 0 if kind == "causal" else None
     padding = torch.arange(333, device=device)[None] < 300 if kind == "mask" else None
     try:
-        band = (None, right, False)
+        band = Band(None, right)
         call = SdpaCall.of(q, k, v, scale, recipe.encode(), padding, band, out_bnhd=True)
         out, _ = torch.ops.sage.sdpa(*call)
         error = compare(out, attention_exact(q, k, v, scale, padding, right=right)[0])
