@@ -33,8 +33,7 @@ ROWS = 16  # of a program: a product of fewer channels is none of rotate's
 
 @triton.jit
 def _append_rows(
-    X, Anchor, Codes, Scale, row, place, inside,
-    stride_n, stride_d, stride_anchor, stride_codes, stride_scale,
+    X, Anchor, Codes, Scale, row, place, inside, stride_n, stride_d,
     ROTATED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Rows of X to their places, those that are `inside`; all pointers are a head's first."""
@@ -43,14 +42,13 @@ def _append_rows(
     x = X + row[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
     x = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     if Anchor is not None:
-        anchor = tl.load(Anchor + d.to(tl.int64) * stride_anchor, mask=d < D, other=0.0)
-        x = tl.where(mask, x - anchor[None, :], 0.0)
+        x = tl.where(mask, x - tl.load(Anchor + d, mask=d < D, other=0.0)[None, :], 0.0)
     if ROTATED:
         x = rotate(in_16_bits(0.5 * x, X), ROWS, BLOCK_D)
     inverse, scale = scale_of(tl.max(abs_bits(x), 1), _LARGEST)
-    tl.store(Scale + place * stride_scale, scale, mask=inside)
-    codes = Codes + place[:, None] * stride_codes + d[None, :]
-    tl.store(codes, to_8bit(x, inverse[:, None], _LARGEST), mask=mask)
+    tl.store(Scale + place, scale, mask=inside)
+    codes = to_8bit(x, inverse[:, None], _LARGEST)
+    tl.store(Codes + place[:, None] * D + d[None, :], codes, mask=mask)
 
 
 @triton.jit
@@ -62,19 +60,14 @@ def _append_kv_kernel(
     K_scale, V_scale,  # [B, H, N] out, fp32
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
-    stride_ab, stride_ah, stride_ad,
-    stride_kcb, stride_kch, stride_kcn,
-    stride_vcb, stride_vch, stride_vcn,
-    stride_ksb, stride_ksh, stride_ksn,
-    stride_vsb, stride_vsh, stride_vsn,
     H, n, N,
     ROTATED: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * cdiv(n, ROWS), 2): ROWS tokens of a head of k, then of v."""
     tiles = tl.cdiv(n, ROWS)
-    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    head, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    b, h = head // H, head % H
     row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     length = tl.load(Length).to(tl.int64)
     # As torch's index_copy_, by which transformers writes to a static cache.
@@ -83,17 +76,13 @@ def _append_kv_kernel(
     inside = (row < n) & (place < N)
     if tl.program_id(1) == 0:
         _append_rows(
-            K + b * stride_kb + h * stride_kh, Anchor + b * stride_ab + h * stride_ah,
-            K_codes + b * stride_kcb + h * stride_kch, K_scale + b * stride_ksb + h * stride_ksh,
-            row, place, inside, stride_kn, stride_kd, stride_ad, stride_kcn, stride_ksn,
-            ROTATED, D, ROWS, BLOCK_D,
+            K + b * stride_kb + h * stride_kh, Anchor + head * D, K_codes + head * N * D,
+            K_scale + head * N, row, place, inside, stride_kn, stride_kd, ROTATED, D, ROWS, BLOCK_D,
         )  # fmt: skip
     else:
         _append_rows(
-            V + b * stride_vb + h * stride_vh, None,
-            V_codes + b * stride_vcb + h * stride_vch, V_scale + b * stride_vsb + h * stride_vsh,
-            row, place, inside, stride_vn, stride_vd, 0, stride_vcn, stride_vsn,
-            False, D_V, ROWS, BLOCK_DV,
+            V + b * stride_vb + h * stride_vh, None, V_codes + head * N * D_V, V_scale + head * N,
+            row, place, inside, stride_vn, stride_vd, False, D_V, ROWS, BLOCK_DV,
         )  # fmt: skip
 
 
@@ -103,14 +92,18 @@ def _check(k_codes, k_scale, v_codes, v_scale, k, v, anchor, length, rotated) ->
         raise ValueError(f"sage::append_kv: k, v and codes must have 4 dimensions, got {dims[0]}")
     (B, H, n, D), N, D_v = k.shape, k_codes.shape[2], v.shape[3]
     floats, fp32 = (torch.float16, torch.bfloat16, torch.float32), (torch.float32,)
-    check_tensors(
-        "sage::append_kv", ("anchor",),
-        ("k", k, (B, H, n, D), floats), ("v", v, (B, H, n, D_v), floats),
+    cache = (
         ("k_codes", k_codes, (B, H, N, D), (torch.int8,)), ("k_scale", k_scale, (B, H, N), fp32),
         ("v_codes", v_codes, (B, H, N, D_v), (torch.int8,)), ("v_scale", v_scale, (B, H, N), fp32),
-        ("anchor", anchor, (B, H, D), fp32), ("length", length, (), (torch.int32, torch.int64)),
+        ("anchor", anchor, (B, H, D), fp32),
+    )  # fmt: skip
+    check_tensors(
+        "sage::append_kv", (), *cache, ("k", k, (B, H, n, D), floats),
+        ("v", v, (B, H, n, D_v), floats), ("length", length, (), (torch.int32, torch.int64)),
     )  # fmt: skip
     check_cache("sage::append_kv", k_codes, v_codes, rotated)
+    if far := [name for name, x, *_ in cache if not x.is_contiguous()]:
+        raise ValueError(f"sage::append_kv: the cache must be contiguous, {', '.join(far)} is not")
     if not 1 <= n <= N:
         raise ValueError(f"sage::append_kv: k must have 1 to {N} rows, as the cache has, got {n}")
 
@@ -128,8 +121,7 @@ def launch(
         _append_kv_kernel,
         (B * H * triton.cdiv(n, ROWS), 2),
         (k, v, anchor, length, k_codes, v_codes, k_scale, v_scale),
-        (*k.stride(), *v.stride(), *anchor.expand(B, H, D).stride(), *k_codes.stride()[:3],
-         *v_codes.stride()[:3], *k_scale.stride(), *v_scale.stride(),
+        (*k.stride(), *v.stride(),
          H, n, N,  # shape
          rotated,  # semantics
          D, D_v, ROWS, pad_head_dim(D), pad_head_dim(D_v)),  # tile
@@ -144,17 +136,16 @@ def append_kv(
 ) -> None:  # fmt: skip
     """Write the codes and scales of new tokens at `length` into a cache.
 
-    k_codes and v_codes [B, H, N, D] and [.., D_v] int8, k_scale and v_scale [B, H, N] fp32: the
-    cache; strides any, but the last of codes is 1. k, v [B, H, n, D] and [.., D_v] fp16, bf16 or
-    fp32. anchor fp32, broadcast to [B, H, D]. length [], int32 or int64: where the first goes.
-    rotated: k is of its half, rotated, which takes a D of HEAD_DIMS. A row with a NaN or an Inf has
-    the scale NaN. Raises ValueError or TypeError saying what must hold and what was got. Tokens
-    beyond N are not written: on CPU that raises IndexError, on a GPU it fails an assertion there,
-    as in a static cache of transformers.
+    k_codes and v_codes [B, H, N, D] and [.., D_v] int8, k_scale and v_scale [B, H, N] and anchor
+    [B, H, D] fp32: the cache, contiguous. k, v [B, H, n, D] and [.., D_v] fp16, bf16 or fp32, any
+    strides. length [], int32 or int64: where the first goes. rotated: k is of its half, rotated,
+    which takes a D of HEAD_DIMS. A row with a NaN or an Inf has the scale NaN. Raises ValueError or
+    TypeError saying what must hold and what was got. Tokens beyond N are not written: on CPU that
+    raises IndexError, on a GPU it fails an assertion there, as transformers' static cache does.
     """
     _check(k_codes, k_scale, v_codes, v_scale, k, v, anchor, length, rotated)
     place = length + torch.arange(k.shape[2], device=k.device)
-    less_anchor = reference.less_mean(k, anchor.expand(*k.shape[:2], -1), rotated)
+    less_anchor = reference.less_mean(k, anchor, rotated)
     for codes, scale, x in ((k_codes, k_scale, less_anchor), (v_codes, v_scale, v.float())):
         new_codes, new_scale = reference.quantize_tokens(x)
         codes.index_copy_(2, place, new_codes)
@@ -165,8 +156,7 @@ def _read_kv(
     codes: Tensor, scale: Tensor, anchor: Tensor | None, rotated: bool, dtype: torch.dtype
 ) -> Tensor:
     """k or v [B, H, N, D] of dtype that codes [B, H, N, D] int8 and scale [B, H, N] fp32 stand for.
-    anchor (fp32, broadcast to [B, H, D]) and rotated: as `append_kv` was given them. Where nothing
-    was written it is the anchor, if codes or scale are 0. Raises ValueError for a rotated D that is
+    anchor and rotated: as `append_kv` was given them. Raises ValueError for a rotated D that is
     none of HEAD_DIMS."""
     x, D = codes.float(), codes.shape[3]
     if rotated:

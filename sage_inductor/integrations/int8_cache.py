@@ -113,8 +113,7 @@ class _Int8Layer(StaticLayer):
                 _stay(chosen)
         self.batch_size = len(self.anchor)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
