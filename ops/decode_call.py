@@ -32,8 +32,8 @@ class DecodeCall(NamedTuple):
     # [B or 1, H_kv or 1, N or 1] fp32, at least 0: what a code is multiplied by; of 16 bits None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    # [B or 1, N_q or 1, N] bool, any strides: which of the keys from start to end a query sees, its
-    # own place aside; these must be finite. None: those up to its own place
+    # [B or 1, N_q or 1, N] bool, any strides: the keys from start to end that a query sees. All of
+    # v from start to end must be finite. None: a query sees the keys up to its own place
     mask: Tensor | None = None
     left: int | None = None  # without a mask: keys before its own that a query sees; None: all
     rotated: bool = False  # k is of its half, rotated: quantize/rotate.py
@@ -69,7 +69,7 @@ class DecodeCall(NamedTuple):
         H_q % H_kv == 0 or _refuse(f"heads of q must be a multiple of k's, got {H_q}, {H_kv}")
         1 <= N_q <= MAX_QUERIES or _refuse(f"q must have 1 to {MAX_QUERIES} rows, got N_q={N_q}")
         left is None or left >= 0 or _refuse(f"left must be None or at least 0, got {left}")
-        left is None or mask is None or _refuse(f"left must be None beside a mask, got {left}")
+        left is None or mask is None or _refuse(f"left must be None with a mask, got {left}")
 
 
 def check_tensors(op: str, broadcast: tuple[str, ...], *rows: tuple) -> None:

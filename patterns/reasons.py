@@ -115,8 +115,8 @@ UNREPEATED = Cause("SDPA, heads not repeated: {} of k and v for {} of q; {}",
 DECODE_UNTIMED = Cause("sage::decode for N_q={} was never timed",
     "set options={'sage.force': True} and compare the times: it is exact")
 REPEATED = Cause("{} heads of k and v are copied to {} at each call, for N_q={}",
-    "in transformers TRANSFORMERS_SDPA_FORCE_GQA=1 leaves the copies out: compare the times, as "
-    "SDPA may then take its slow math; in code of your own give SDPA enable_gqa=True",
+    "in transformers TRANSFORMERS_SDPA_FORCE_GQA=1 leaves the copies out: compare the times; in "
+    "code of your own give SDPA enable_gqa=True",
     "heads of k and v are copied")
 CODES = Cause("k is decoded from {} codes by `{}` before the call",
     "a cache in 16 bits is faster where it fits: codes save memory, and decoding reads them and "
@@ -239,13 +239,12 @@ PACKED = Cause("packed sequences have no 8-bit kernel: {} tokens in {} documents
 PAGES = Cause("the keys lie in pages", "give contiguous keys; servers have kernels of their own")
 CHUNKED = Cause("packed documents are attended one after another, so a graph breaks at `.tolist()` "
     "and is compiled for each number of them ({} graphs so far)",
-    'for a tower of transformers call sage_inductor.register("transformers") and '
-    'model.set_attn_implementation({"vision_config": "sage_flash"}); in code of your own call '
-    "torch.nn.attention.varlen.varlen_attn once")
+    'after sage_inductor.register("transformers"), model.set_attn_implementation({"vision_config": '
+    '"sage_flash"}); in code of your own call varlen_attn once')
 FROM_POSITIONS = Cause(
     "documents are looked for in position_ids, at which a graph breaks ({} graphs so far)",
-    "give cu_seq_lens, as transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True) "
-    'does, or take attn_implementation="sdpa", whose mask of documents breaks none')
+    "give cu_seq_lens, by DataCollatorWithFlattening(return_flash_attn_kwargs=True); or take "
+    'attn_implementation="sdpa", whose mask breaks no graph')
 ANOTHER_KERNEL = Cause("`{}` is another library's kernel",
     'call F.scaled_dot_product_attention (attn_implementation="sdpa" in transformers)')
 

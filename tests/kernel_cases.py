@@ -69,6 +69,11 @@ INTERPRETER = Runner("interpreter", "cpu", torch.float16, (
 GPU = Runner("gpu", "cuda", torch.bfloat16, (pytest.mark.gpu,))
 
 
+runners = pytest.mark.parametrize(
+    "runner", [pytest.param(x, id=x.name, marks=x.marks) for x in (INTERPRETER, GPU)]
+)
+
+
 def in_interpreter(test):
     """Marks a test that the interpreter runs and no GPU."""
     for mark in INTERPRETER.marks:

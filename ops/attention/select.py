@@ -87,7 +87,7 @@ def _attend(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> tu
     programs share an SM instead of two, and at most 8 bytes a thread spill. Without a cap they are
     no faster than pointers (620 and 661 TFLOP/s)."""
     a, recipe = a.without_idle_bounds(), a.decoded
-    shape, capability = a.shape(gpu), gpus.capability(gpu)
+    capability = gpus.capability(gpu)
     tile = select(capability, recipe, a.head_dim, a.attn_mask is not None, a.blocks.size)
     if recipe.of_qk.block_scaled:
         return nvfp4.launch(a, tile, run, tiles.multiplies_nvfp4(capability))
@@ -95,7 +95,7 @@ def _attend(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> tu
     if of_hopper is not None:
         return _hopper().launch(a, of_hopper, run, gpu)
     lost = tiles.hopper_unavailable(capability)
-    if lost and tiles.suits_hopper(shape, recipe):
+    if lost and tiles.suits_hopper(a.shape(gpu), recipe):
         warn_once(lost)
     capped = {} if tile.maxnreg is None else {"tma": True, "maxnreg": tile.maxnreg}
     return triton.launch(a, tile, run, **capped)

@@ -83,9 +83,9 @@ def test_a_tower_that_attends_to_images_one_by_one_is_told_what_breaks_its_graph
     (told,) = notes()
     assert told.split(": ", 1)[1] == (
         "packed documents are attended one after another, so a graph breaks at `.tolist()` and is "
-        f"compiled for each number of them ({graphs()} graphs so far); for a tower of transformers call "
-        'sage_inductor.register("transformers") and model.set_attn_implementation({"vision_config": '
-        '"sage_flash"}); in code of your own call torch.nn.attention.varlen.varlen_attn once'
+        f"compiled for each number of them ({graphs()} graphs so far); after "
+        'sage_inductor.register("transformers"), model.set_attn_implementation({"vision_config": '
+        '"sage_flash"}); in code of your own call varlen_attn once'
     )
     assert f"modeling_{name.lower().replace('qwen3vl', 'qwen3_vl')}.py:" in told
     torch._dynamo.reset()
@@ -156,8 +156,8 @@ def test_documents_that_flash_looks_for_in_position_ids_are_told_and_given_ones_
     (told,) = notes()
     assert "modeling_flash_attention_utils.py:" in told and told.split(": ", 1)[1] == (
         f"documents are looked for in position_ids, at which a graph breaks ({graphs()} graphs so far); "
-        "give cu_seq_lens, as transformers' DataCollatorWithFlattening(return_flash_attn_kwargs=True) "
-        'does, or take attn_implementation="sdpa", whose mask of documents breaks none'
+        "give cu_seq_lens, by DataCollatorWithFlattening(return_flash_attn_kwargs=True); or take "
+        'attn_implementation="sdpa", whose mask breaks no graph'
     )
     for attention, given in [("flash_attention_2", True), ("sdpa", False)]:  # what it said
         torch._dynamo.reset()

@@ -7,7 +7,7 @@ import random
 import pytest
 import support
 import torch
-from kernel_cases import GPU, INTERPRETER
+from kernel_cases import INTERPRETER, runners
 from pairs import seeds
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -97,11 +97,6 @@ def fused(monkeypatch):
         return interpreter.TensorHandle(once.astype(x.data.dtype), z.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
-
-
-runners = pytest.mark.parametrize(
-    "runner", [pytest.param(x, id=x.name, marks=x.marks) for x in (INTERPRETER, GPU)]
-)
 
 
 @runners

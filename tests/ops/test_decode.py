@@ -12,7 +12,7 @@ import noted
 import pytest
 import support
 import torch
-from kernel_cases import GPU, INTERPRETER, in_interpreter
+from kernel_cases import GPU, in_interpreter, runners
 from pairs import chosen, seeds
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
@@ -172,11 +172,6 @@ def call_of(B=2, H_kv=2, G=3, N_q=3, N=150, D=64, codes=None, **given) -> Decode
         scale = torch.rand(B, H_kv, N) / 8
     call = DecodeCall(q, k, v, torch.tensor([5]), end, D**-0.5, scale, scale)
     return call._replace(**given)
-
-
-runners = pytest.mark.parametrize(
-    "runner", [pytest.param(x, id=x.name, marks=x.marks) for x in (INTERPRETER, GPU)]
-)
 
 
 @runners
@@ -375,7 +370,7 @@ def changed(**given):
         (None, lambda a: a._replace(end=a.end.to("meta")), ValueError, "end must be on cpu, got meta"),
         (None, changed(mask=(2, 1, 150)), TypeError, r"mask must be one of \(torch.bool,\), got torch.float32"),
         (None, lambda a: a._replace(mask=torch.ones(2, 2, 150).bool()), ValueError, r"mask must be \[2, 3, 150\] or broadcast, got \[2, 2, 150\]"),
-        (None, lambda a: a._replace(mask=torch.ones(1, 1, 150).bool(), left=3), ValueError, "left must be None beside a mask, got 3"),
+        (None, lambda a: a._replace(mask=torch.ones(1, 1, 150).bool(), left=3), ValueError, "left must be None with a mask, got 3"),
         (None, changed(left=-1), ValueError, "left must be None or at least 0, got -1"),
         (None, lambda a: a._replace(q=a.q[..., :48], k=a.k[..., :48], rotated=True), ValueError, "rotated, head_dim must be one of .*, got 48"),
     ],
