@@ -19,6 +19,9 @@ from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS
 CODES = torch.int8, torch.float8_e4m3fn
 MAX_QUERIES = 16
 BLOCK_N = 64  # keys of a tile, which have one running maximum
+# For a product with codes a row of q is made fp16 times a power of two. Its biased exponent is this
+# less that of the row's largest absolute value, which is then at least 2^7 and less than 2^8.
+UP = 127 + 7 + 127
 
 
 class DecodeCall(NamedTuple):

@@ -1,6 +1,6 @@
 """``sage::decode``: attention of few queries to a cache, of 16 bits or of 8-bit codes.
 
-    s = q k^T * k_scale * scale * log2 e          k's codes in q's dtype, which holds them exactly
+    s = q k^T * k_scale * scale * log2 e
     p = exp2(s - m),  l = sum of p                m is the running row maximum of a split
     o = sum over tiles of (p v_scale / c) v * c   c is the largest v_scale of a tile
     out = sum over splits of w o / l / sum of w   w = exp2(m + log2 l - the largest of a row)
@@ -8,6 +8,8 @@
 
 * The time is that of reading the cache. So a program holds all queries of all heads of q that share
   a head of k, and splits of a sequence give every processor something to read.
+* A product with codes is one of fp16, which holds them all. For it q is multiplied by the power of
+  two that makes the largest absolute value of its row at least 2^7 and less than 2^8.
 * v's scales differ from key to key, so p takes them before it is rounded to 16 bits. Times a scale
   of 1e-3, p of a long sequence may be a subnormal number of fp16. So p takes a scale's ratio to the
   largest of its tile.
@@ -25,8 +27,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops import gpus
+from sage_inductor.ops.attention.tiles import hopper_unavailable
 from sage_inductor.ops.attention_call import as_stored, empty_outputs, schema_of
-from sage_inductor.ops.decode_call import BLOCK_N, DecodeCall
+from sage_inductor.ops.decode_call import BLOCK_N, CODES, UP, DecodeCall
 from sage_inductor.ops.formats import LOG2E, MAX_ROWS, TINY, pad_head_dim, rotation_scale
 from sage_inductor.ops.quantize.rotate import rotate
 from sage_inductor.ops.reference import decode as reference
@@ -34,9 +37,13 @@ from sage_inductor.ops.register import launched_by, opens
 
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(1 / LOG2E)
 _TINY = tl.constexpr(TINY)
+_UP = tl.constexpr(UP)
 # Programs a processor. H200, 2026-11-28, a kernel of this kind, 8 kv heads: 33 to 66 splits were
 # the fastest for one sequence, 2 for 16.
-PROGRAMS = 2
+PROGRAMS, BY_WORDS = 2, 4  # of this file, of hopper/decode.py
+WORDS_OF = 64, 128, 256  # head_dims of the second
+REGS = 168
+BLOCK_S = 64  # splits that are combined at once
 
 
 @triton.jit
@@ -86,6 +93,12 @@ def _decode_kernel(
     q = tl.load(q, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
     if TURN > 0:  # of a power of two: 16 bits hold it as they held q
         q = (rotate(q, BLOCK_M, BLOCK_D) * TURN).to(q.dtype)
+    down = tl.full([BLOCK_M], SCALE * _LOG2E, tl.float32)
+    if K_scale is not None:
+        exponent = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True) >> 23
+        up = (tl.minimum(-exponent + _UP, 254) << 23).to(tl.float32, bitcast=True)
+        q = (q * up[:, None]).to(tl.float16)
+        down = down / up
     k_ptrs = K + b * stride_kb + h_kv * stride_kh + d[None, :]
     v_ptrs = V + b * stride_vb + h_kv * stride_vh + dv[None, :]
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -97,11 +110,10 @@ def _decode_kernel(
         inside, at = key < stop, key.to(tl.int64)
         mask = inside[:, None] & (d < D)[None, :]
         k = tl.load(k_ptrs + at[:, None] * stride_kn, mask=mask, other=0.0)
-        c = tl.full([BLOCK_N], SCALE * _LOG2E, tl.float32)
+        x = tl.dot(q, k.to(q.dtype).T) * down[:, None]  # [BLOCK_M, BLOCK_N]
         if K_scale is not None:
             k_scale = K_scale + b * stride_ksb + h_kv * stride_ksh + at * stride_ksn
-            c = tl.load(k_scale, mask=inside, other=0.0) * c
-        x = tl.dot(q, k.to(q.dtype).T) * c[None, :]  # [BLOCK_M, BLOCK_N]
+            x = x * tl.load(k_scale, mask=inside, other=0.0)[None, :]
         if Mask is None:
             seen = key[None, :] <= place[:, None]
         else:
@@ -122,13 +134,13 @@ def _decode_kernel(
         v = tl.load(v_ptrs + at[:, None] * stride_vn, mask=mask, other=0.0)
         acc = acc * alpha[:, None]
         if V_scale is None:
-            acc = tl.dot(p.to(q.dtype), v, acc)
+            acc = tl.dot(p.to(v.dtype), v, acc)
         else:
             v_scale = V_scale + b * stride_vsb + h_kv * stride_vsh + at * stride_vsn
             v_scale = tl.load(v_scale, mask=inside, other=0.0)
             largest = tl.maximum(tl.max(v_scale, 0), _TINY)
             p = p * (v_scale * (1.0 / largest))[None, :]
-            acc += tl.dot(p.to(q.dtype), v.to(q.dtype)) * largest
+            acc += tl.dot(p.to(tl.float16), v.to(tl.float16)) * largest
 
     acc = acc * tl.where(l == 0, 0.0, 1.0 / l)[:, None]
     here = ((b * H_q + h) * N_q + i) * S + split  # [BLOCK_M]
@@ -172,15 +184,35 @@ def _combine_splits_kernel(
 def plan(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> tuple[int, int, int, int]:
     """BLOCK_M, S, NUM_STAGES and num_warps. On sm_80 to sm_120 at most 8 bytes spill, and the least
     shared memory, 99 KiB, holds it. Four warps spill from 64 rows of 128 channels on, eight with 64
-    rows of 256."""
+    rows of 256. NUM_STAGES 0: hopper/decode.py."""
     (B, H_q, N_q, D), (_, H_kv, N, D_v) = a.q.shape, a.v.shape
     rows, width = H_q // H_kv * N_q, pad_head_dim(max(int(D), int(D_v)))
+    by_words = reads_words(a, gpu)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 or width == 256 else 64
     of_keys = BLOCK_N * width * (a.k.element_size() + a.v.element_size())  # bytes of a tile
-    splits = PROGRAMS * gpus.processors(gpu) // (B * H_kv * triton.cdiv(rows, block_m))
+    programs = (BY_WORDS if by_words else PROGRAMS) * gpus.processors(gpu)
+    splits = programs // (B * H_kv * triton.cdiv(rows, block_m))
     splits = torch.sym_max(torch.sym_min(splits, triton.cdiv(N, BLOCK_N)), 1)
+    if by_words:
+        return block_m, splits, 0, int(D_v) // 32
     stages, warps = 3 if of_keys <= 32 << 10 else 2, 4 if block_m * width <= 4096 else 8
     return block_m, splits, stages, warps
+
+
+def reads_words(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> bool:
+    """Whether hopper/decode.py computes a call: codes that lie in words of four, for at most 16
+    rows."""
+    (_, H_q, N_q, D), H_kv = a.q.shape, a.k.shape[1]
+    return (
+        a.k.dtype in CODES
+        and a.v.dtype in CODES
+        and int(D) in WORDS_OF
+        and int(a.v.shape[3]) in WORDS_OF
+        and gpus.capability(gpu) == (9, 0)
+        and H_q // H_kv * N_q <= 16
+        and all(n % 4 == 0 for x in (a.k, a.v) for n in (*x.stride()[:3], x.storage_offset()))
+        and hopper_unavailable((9, 0)) is None
+    )
 
 
 def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[Tensor, Tensor]:
@@ -198,8 +230,15 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
     )
     of_splits = a.q.new_empty((B, H_q, N_q, S, D_v), dtype=torch.float32)
     lse_of_splits = a.q.new_empty((B, H_q, N_q, S), dtype=torch.float32)
+    if num_stages:
+        kernel = _decode_kernel
+        tile = block_m, BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), num_stages
+    else:
+        from sage_inductor.ops.attention.hopper.decode import decode_codes_kernel as kernel
+
+        tile = (BLOCK_N,)
     run(
-        _decode_kernel,
+        kernel,
         (B * H_kv * triton.cdiv(rows, block_m), S),
         (a.q, a.k, a.v, a.k_scale, a.v_scale, a.mask, a.start, a.end, of_splits,
          lse_of_splits),
@@ -208,8 +247,8 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
          H_q, H_kv, N_q, N, rows, S,  # shape
          D, D_v, a.scale, -1 if a.left is None else min(a.left, MAX_ROWS),
          rotation_scale(D) if a.rotated else 0.0,  # semantics
-         block_m, BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), num_stages),
-        num_warps=num_warps,  # tile
+         *tile),
+        num_warps=num_warps, **({"maxnreg": REGS} if REGS and not num_stages else {}),
     )  # fmt: skip
     out, lse = empty_outputs(a.q, D_v, a.out_bnhd)
     run(
@@ -218,7 +257,7 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
         (of_splits, lse_of_splits, out, lse),
         (*out.stride()[:3],
          H_q, N_q, S,  # shape
-         D_v, pad_head_dim(D_v), 16),  # tile
+         D_v, pad_head_dim(D_v), BLOCK_S),  # tile
         num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.decode_call import BLOCK_N, DecodeCall
+from sage_inductor.ops.decode_call import BLOCK_N, UP, DecodeCall
 from sage_inductor.ops.formats import LOG2E, TINY, rotation_scale
 from sage_inductor.ops.reference.quantize import divide, rotate
 
@@ -43,8 +43,13 @@ def decode(a: DecodeCall, splits: int = 1) -> tuple[Tensor, Tensor]:
     # -- scores, in log2 units ----
     q = (rotate(a.q) * rotation_scale(D)).to(a.q.dtype) if a.rotated else a.q
     q = q.float().unflatten(1, (H_kv, -1)).flatten(2, 3)  # [B, H_kv, M, D]
-    c = a.scale * LOG2E * (1.0 if a.k_scale is None else read_scale(a.k_scale))
-    x = q @ read(a.k.float()).mT * c
+    if a.k_scale is None:
+        x = q @ read(a.k.float()).mT * (a.scale * LOG2E)
+    else:
+        exponent = q.abs().amax(-1, keepdim=True).view(torch.int32) >> 23
+        up = ((UP - exponent).clamp(max=254) << 23).view(torch.float32)
+        x = (q * up).half().float() @ read(a.k.float()).mT
+        x = x * divide(a.scale * LOG2E, up) * read_scale(a.k_scale)
     i = torch.arange(q.shape[2], device=device) % N_q
     place = end - N_q + i  # [B, M]
     if a.mask is None:
@@ -68,7 +73,7 @@ def decode(a: DecodeCall, splits: int = 1) -> tuple[Tensor, Tensor]:
         v_scale = tiled(read_scale(a.v_scale))
         largest = v_scale.amax(-1, keepdim=True).clamp(min=TINY)
         p, rescale = p * (v_scale * divide(1.0, largest)), rescale * largest
-    p = (p.to(a.q.dtype).float() * rescale).flatten(-2).transpose(2, 3)  # [B, H_kv, S, M, most]
+    p = (p.to(a.q.dtype if a.v_scale is None else torch.float16).float() * rescale).flatten(-2).transpose(2, 3)  # [B, H_kv, S, M, most]
     o = p @ read(a.v.float()).unflatten(2, (splits, -1))  # [B, H_kv, S, M, D_v]
     o = o.transpose(2, 3) * _inverse(l)
     lse = m_last[..., 0, 0] + l.log2()
