@@ -78,7 +78,7 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and a scale a token and head."""
     largest = QK["int8" if dtype == torch.int8 else "fp8"].largest
     scale = x.abs().amax(3).float() / largest
-    x = x / scale[..., None]
+    x = (x / scale[..., None]).clamp(-largest, largest)
     return (x.round() if dtype == torch.int8 else x).to(dtype), scale
 
 

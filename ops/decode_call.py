@@ -22,6 +22,7 @@ BLOCK_N = 64  # keys of a tile, which have one running maximum
 # For a product with codes a row of q is made fp16 times a power of two. Its biased exponent is this
 # less that of the row's largest absolute value, which is then at least 2^7 and less than 2^8.
 UP = 127 + 7 + 127
+P_BITS = 15.0  # beside codes p is times 2 to this, so that fp16 holds what small scales leave of it
 
 
 class DecodeCall(NamedTuple):

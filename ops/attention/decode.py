@@ -2,7 +2,7 @@
 
     s = q k^T * k_scale * scale * log2 e
     p = exp2(s - m),  l = sum of p                m is the running row maximum of a split
-    o = sum over tiles of (p v_scale / c) v * c   c is the largest v_scale of a tile
+    o = sum over tiles of (p v_scale / c) v * c   c is the running maximum of v's scales
     out = sum over splits of w o / l / sum of w   w = exp2(m + log2 l - the largest of a row)
     lse = (log2 sum of exp2(m + log2 l)) ln 2
 
@@ -10,9 +10,9 @@
   a head of k, and splits of a sequence give every processor something to read.
 * A product with codes is one of fp16, which holds them all. For it q is multiplied by the power of
   two that makes the largest absolute value of its row at least 2^7 and less than 2^8.
-* v's scales differ from key to key, so p takes them before it is rounded to 16 bits. Times a scale
-  of 1e-3, p of a long sequence may be a subnormal number of fp16. So p takes a scale's ratio to the
-  largest of its tile.
+* v's scales differ from key to key, so p takes them before it is rounded to fp16, as their ratio to
+  the largest so far. p is times 2^15 there: fp16 holds eleven bits of it for a key whose p times
+  ratio is 2^-29, and something of it for 2^-39.
 * Tiles beyond `end`, before `start` and before the window are not read; neither are parts of them.
 * A split without keys says so by its lse, -inf, and stores no o.
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from sage_inductor.ops import gpus
 from sage_inductor.ops.attention.tiles import hopper_unavailable
 from sage_inductor.ops.attention_call import as_stored, empty_outputs, schema_of
-from sage_inductor.ops.decode_call import BLOCK_N, CODES, UP, DecodeCall
+from sage_inductor.ops.decode_call import BLOCK_N, CODES, P_BITS, UP, DecodeCall
 from sage_inductor.ops.formats import LOG2E, MAX_ROWS, TINY, pad_head_dim, rotation_scale
 from sage_inductor.ops.quantize.rotate import rotate
 from sage_inductor.ops.reference import decode as reference
@@ -37,12 +37,14 @@ from sage_inductor.ops.register import launched_by, opens
 
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(1 / LOG2E)
 _TINY = tl.constexpr(TINY)
-_UP = tl.constexpr(UP)
+_UP, _P_BITS = tl.constexpr(UP), tl.constexpr(P_BITS)
 # Programs a processor. H200, 2026-11-28, a kernel of this kind, 8 kv heads: 33 to 66 splits were
 # the fastest for one sequence, 2 for 16.
 PROGRAMS, BY_WORDS = 2, 4  # of this file, of hopper/decode.py
-WORDS_OF = 64, 128, 256  # head_dims of the second
+WORDS_OF = 64, 128  # head_dims of the second
 REGS = 168
+STAGES = 3
+WAY_N = 32
 BLOCK_S = 64  # splits that are combined at once
 
 
@@ -104,6 +106,8 @@ def _decode_kernel(
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    BITS: tl.constexpr = 0.0 if V_scale is None else _P_BITS
+    c = tl.cast(1.0 if V_scale is None else _TINY, tl.float32)
 
     for first in tl.range(begin, stop, BLOCK_N, num_stages=NUM_STAGES):
         key = first + n
@@ -125,26 +129,25 @@ def _decode_kernel(
         m_new = tl.maximum(m, tl.max(x, 1))
         # A row that has seen nothing yet has no maximum: x - m would be NaN.
         shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = tl.exp2(x - shift[:, None])
+        p = tl.exp2(x - (shift - BITS)[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)
         m = m_new
 
         mask = inside[:, None] & (dv < D_V)[None, :]  # 0 * NaN
         v = tl.load(v_ptrs + at[:, None] * stride_vn, mask=mask, other=0.0)
-        acc = acc * alpha[:, None]
-        if V_scale is None:
-            acc = tl.dot(p.to(v.dtype), v, acc)
-        else:
+        if V_scale is not None:
             v_scale = V_scale + b * stride_vsb + h_kv * stride_vsh + at * stride_vsn
             v_scale = tl.load(v_scale, mask=inside, other=0.0)
-            largest = tl.maximum(tl.max(v_scale, 0), _TINY)
-            p = p * (v_scale * (1.0 / largest))[None, :]
-            acc += tl.dot(p.to(tl.float16), v.to(tl.float16)) * largest
+            c_new = tl.maximum(tl.max(v_scale, 0), c)
+            inverse = 1.0 / c_new
+            p, alpha, c = p * (v_scale * inverse)[None, :], alpha * (c * inverse), c_new
+            v = v.to(tl.float16)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
 
-    acc = acc * tl.where(l == 0, 0.0, 1.0 / l)[:, None]
+    acc = acc * (tl.where(l == 0, 0.0, 1.0 / l) * c)[:, None]
     here = ((b * H_q + h) * N_q + i) * S + split  # [BLOCK_M]
-    tl.store(Lse + here, m + tl.log2(l), mask=row < rows)
+    tl.store(Lse + here, m + tl.log2(l) - BITS, mask=row < rows)
     mask = ((row < rows) & (l != 0))[:, None] & (dv < D_V)[None, :]
     tl.store(O + here[:, None] * D_V + dv[None, :], acc, mask=mask)
 
@@ -194,7 +197,7 @@ def plan(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> tuple[int, int, int, in
     splits = programs // (B * H_kv * triton.cdiv(rows, block_m))
     splits = torch.sym_max(torch.sym_min(splits, triton.cdiv(N, BLOCK_N)), 1)
     if by_words:
-        return block_m, splits, 0, int(D_v) // 32
+        return block_m, splits, 0, 4
     stages, warps = 3 if of_keys <= 32 << 10 else 2, 4 if block_m * width <= 4096 else 8
     return block_m, splits, stages, warps
 
@@ -236,7 +239,7 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
     else:
         from sage_inductor.ops.attention.hopper.decode import decode_codes_kernel as kernel
 
-        tile = (BLOCK_N,)
+        tile = 8 if rows <= 8 else 16, WAY_N, STAGES
     run(
         kernel,
         (B * H_kv * triton.cdiv(rows, block_m), S),

@@ -9,21 +9,25 @@ import math
 import torch
 from torch import Tensor
 
-from sage_inductor.ops.decode_call import BLOCK_N, UP, DecodeCall
+from sage_inductor.ops.decode_call import BLOCK_N, P_BITS, UP, DecodeCall
 from sage_inductor.ops.formats import LOG2E, TINY, rotation_scale
 from sage_inductor.ops.reference.quantize import divide, rotate
 
 
-def decode(a: DecodeCall, splits: int = 1) -> tuple[Tensor, Tensor]:
-    """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, natural log."""
+def decode(
+    a: DecodeCall, splits: int = 1, ways: int = 1, block: int = BLOCK_N
+) -> tuple[Tensor, Tensor]:
+    """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, natural log. Of a split's
+    tiles of ways * block keys each way has its own block, and its own maximum."""
     (B, _, N_q, D), (_, H_kv, N, _), device = a.q.shape, a.k.shape, a.q.device
 
     # -- where splits and tiles are ----
     start, end = (x.clamp(0, N).long().expand(B)[:, None] for x in (a.start, a.end))
     first = start if a.left is None else torch.maximum(start, end - N_q - a.left)  # [B, 1]
-    most = _up(_up(N, splits) // splits, BLOCK_N)  # keys of a split
-    keys = _up(_up((end - first).clamp(min=0), splits) // splits, BLOCK_N)
-    at = torch.arange(splits * most, device=device)
+    most = _up(_up(N, splits) // splits, ways * block)  # keys of a split
+    keys = _up(_up((end - first).clamp(min=0), splits) // splits, ways * block)
+    at = torch.arange(splits * most, device=device).view(splits, -1, ways, block)
+    at, splits = at.transpose(1, 2).flatten(), splits * ways
     key = first + at // most * keys + at % most  # [B, S most]
     inside = (at % most < keys) & (key < end)
 
@@ -38,7 +42,7 @@ def decode(a: DecodeCall, splits: int = 1) -> tuple[Tensor, Tensor]:
         return read(scale.expand(B, H_kv, N)[..., None]).mT  # [B, H_kv, 1, S most]
 
     def tiled(x: Tensor) -> Tensor:
-        return x.unflatten(-1, (splits, -1, BLOCK_N))
+        return x.unflatten(-1, (splits, -1, block))
 
     # -- scores, in log2 units ----
     q = (rotate(a.q) * rotation_scale(D)).to(a.q.dtype) if a.rotated else a.q
@@ -61,22 +65,23 @@ def decode(a: DecodeCall, splits: int = 1) -> tuple[Tensor, Tensor]:
     seen = inside[:, None] & seen
     if a.left is not None:
         seen = seen & (key[:, None] >= place[..., None] - a.left)
-    x = tiled(x.masked_fill(~seen[:, None], -math.inf))  # [B, H_kv, M, S, T, BLOCK_N]
+    x = tiled(x.masked_fill(~seen[:, None], -math.inf))  # [B, H_kv, M, S, T, block]
 
     # -- each split by itself: the maximum so far decides how a tile's p is rounded ----
     m = x.amax(-1, keepdim=True).cummax(-2).values
-    p = torch.exp2(x - torch.where(m == -math.inf, 0.0, m))
+    bits = 0.0 if a.v_scale is None else P_BITS
+    p = torch.exp2(x - (torch.where(m == -math.inf, 0.0, m) - bits))
     m_last = m[..., -1:, :]
     rescale = torch.where(m == -math.inf, 0.0, torch.exp2(m - m_last))
     l = (p * rescale).sum((-2, -1))  # [B, H_kv, M, S]
     if a.v_scale is not None:
         v_scale = tiled(read_scale(a.v_scale))
-        largest = v_scale.amax(-1, keepdim=True).clamp(min=TINY)
+        largest = v_scale.amax(-1, keepdim=True).clamp(min=TINY).cummax(-2).values
         p, rescale = p * (v_scale * divide(1.0, largest)), rescale * largest
     p = (p.to(a.q.dtype if a.v_scale is None else torch.float16).float() * rescale).flatten(-2).transpose(2, 3)  # [B, H_kv, S, M, most]
     o = p @ read(a.v.float()).unflatten(2, (splits, -1))  # [B, H_kv, S, M, D_v]
     o = o.transpose(2, 3) * _inverse(l)
-    lse = m_last[..., 0, 0] + l.log2()
+    lse = m_last[..., 0, 0] + l.log2() - bits
 
     # -- all splits ----
     m = lse.amax(-1, keepdim=True)

@@ -21,14 +21,16 @@ Shapes: as in ../decode.py; W words of a row, D / 4.
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sage_inductor.ops.attention.hopper.ring import context
-from sage_inductor.ops.decode_call import UP
+from sage_inductor.ops.compat import gluon_barrier
+from sage_inductor.ops.decode_call import P_BITS, UP
 from sage_inductor.ops.formats import LOG2E, TINY
 from sage_inductor.ops.quantize.rotate import odd_of_rotation
 
 _LOG2E, _TINY, _UP = gl.constexpr(LOG2E), gl.constexpr(TINY), gl.constexpr(UP)
+_P_BITS = gl.constexpr(P_BITS)
 
 
 @gluon.constexpr_function
@@ -58,7 +60,7 @@ def _plane(words, J: gl.constexpr, IS_INT8: gl.constexpr):
 
 @gluon.jit
 def _up(x0, x1, x2, x3):
-    """What the rows of q are multiplied by [16], of q's planes [16, W]."""
+    """What the rows of q are multiplied by [WAYS, R], of q's planes [WAYS, W, R]."""
     a, b = gl.maximum(gl.abs(x0), gl.abs(x1)), gl.maximum(gl.abs(x2), gl.abs(x3))
     exponent = gl.max(gl.maximum(a, b).to(gl.float32), 1).to(gl.int32, bitcast=True) >> 23
     return (gl.minimum(_UP - exponent, 254) << 23).to(gl.float32, bitcast=True)
@@ -70,32 +72,32 @@ def _operand(x, up, L: gl.constexpr):
 
 
 @gluon.jit
-def _rotated(x0, x1, x2, x3, W: gl.constexpr, S_L: gl.constexpr):
-    """Planes of x [16, W] of 16 bits -> those of x R in fp32: quantize/rotate.py. A product over
-    words, then the two bits of a plane."""
-    B_L: gl.constexpr = gl.DotOperandLayout(1, S_L, 2)
-    c = gl.arange(0, W, gl.SliceLayout(1, B_L))[:, None]
-    r = gl.arange(0, W, gl.SliceLayout(0, B_L))[None, :]
-    # What odd_of_rotation says of plane 0, without the signs of channels, of which some go with j.
+def _rotated(ctx, x0, x1, x2, x3):
+    """Planes of x [WAYS, W, R] of 16 bits -> those of R^T x in fp32: quantize/rotate.py. A product
+    over words, then the two bits of a plane."""
+    L: gl.constexpr = gl.DotOperandLayout(0, ctx.L, 2)
+    way = gl.arange(0, ctx.WAYS, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    r = gl.arange(0, ctx.W, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    c = gl.arange(0, ctx.W, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
     odd = c & r & 31
     odd = odd ^ (odd >> 4)
     odd = odd ^ (odd >> 2)
     odd = (odd ^ (odd >> 1)) & 1
-    h = gl.where((c ^ r) < 32, 1 - 2 * odd, 0).to(x0.dtype)
-    y0, y1 = _signed(x0, h, 0, W, S_L), _signed(x1, h, 1, W, S_L)
-    y2, y3 = _signed(x2, h, 2, W, S_L), _signed(x3, h, 3, W, S_L)
+    h = gl.where(((c ^ r) < 32) & (way >= 0), 1 - 2 * odd, 0).to(x0.dtype)
+    y0, y1 = _signed(ctx, h, x0, 0), _signed(ctx, h, x1, 1)
+    y2, y3 = _signed(ctx, h, x2, 2), _signed(ctx, h, x3, 3)
     a0, a1, b0, b1 = y0 + y1, y0 - y1, y2 + y3, y2 - y3
     return a0 + b0, a1 + b1, a0 - b0, a1 - b1
 
 
 @gluon.jit
-def _signed(x, h, J: gl.constexpr, W: gl.constexpr, S_L: gl.constexpr):
-    """Plane J of x, with the signs of its channels, times h [W, W]."""
-    A_L: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
-    c = 4 * gl.arange(0, W, gl.SliceLayout(0, A_L)) + J
+def _signed(ctx, h, x, J: gl.constexpr):
+    """h [WAYS, W, W] times plane J of x with the signs of its channels."""
+    L: gl.constexpr = gl.DotOperandLayout(1, ctx.L, 2)
+    c = 4 * gl.arange(0, ctx.W, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None] + J
     sign = (1 - 2 * odd_of_rotation(c, 0)).to(x.dtype)
-    y = gl.zeros([16, W], gl.float32, S_L)
-    return mma_v2(gl.convert_layout(x, A_L) * sign[None, :], h, y)
+    y = gl.zeros([ctx.WAYS, ctx.W, ctx.R], gl.float32, ctx.L)
+    return mma_v2(h, gl.convert_layout(x, L) * sign, y)
 
 
 @gluon.jit
@@ -116,23 +118,31 @@ def decode_codes_kernel(
     H_q, H_kv, N_q, N, rows, S,  # rows: H_q / H_kv * N_q
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr,
     LEFT: gl.constexpr, TURN: gl.constexpr,  # -1: no bound; 0: q is not rotated
-    BLOCK_N: gl.constexpr,
+    R: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H_kv, S): a split of the keys."""
-    S_L: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, gl.num_warps()], [16, 8])
+    """Grid: (B * H_kv, S): a split of the keys, for the R rows that share a head of k. BLOCK_N: keys
+    of a way in a tile."""
+    WAYS: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WAYS, 1, 1], [1, 16, 8])
+    ROWS: gl.constexpr = gl.SliceLayout(1, L)  # [WAYS, R]
+    KEYS: gl.constexpr = gl.SliceLayout(2, L)  # [WAYS, BLOCK_N]
     W: gl.constexpr = D // 4
+    W_V: gl.constexpr = D_V // 4
     K_WIDTH: gl.constexpr = 4 if W >= 32 else 2  # words that a thread reads at once
-    Q_L: gl.constexpr = gl.DotOperandLayout(0, S_L, K_WIDTH)
-    K_L: gl.constexpr = gl.DotOperandLayout(1, S_L, K_WIDTH)
-    P_L: gl.constexpr = gl.DotOperandLayout(0, S_L, 2)
-    V_L: gl.constexpr = gl.DotOperandLayout(1, S_L, 2)
+    K_L: gl.constexpr = gl.DotOperandLayout(0, L, K_WIDTH)
+    Q_L: gl.constexpr = gl.DotOperandLayout(1, L, K_WIDTH)
+    V_L: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    P_L: gl.constexpr = gl.DotOperandLayout(1, L, 2)
     K_INT8: gl.constexpr = K.dtype.element_ty == gl.int8
     V_INT8: gl.constexpr = V.dtype.element_ty == gl.int8
+    STEP: gl.constexpr = WAYS * BLOCK_N
     head = gl.program_id(0)
     b, h_kv = (head // H_kv).to(gl.int64), (head % H_kv).to(gl.int64)
     split = gl.program_id(1).to(gl.int64)
-    row = gl.arange(0, 16, gl.SliceLayout(1, S_L))
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_L))
+    way = gl.arange(0, WAYS, gl.SliceLayout(1, ROWS))[:, None]
+    row = gl.arange(0, R, gl.SliceLayout(0, ROWS))[None, :] + 0 * way  # [WAYS, R]
+    n = BLOCK_N * gl.arange(0, WAYS, gl.SliceLayout(1, KEYS))[:, None]
+    n += gl.arange(0, BLOCK_N, gl.SliceLayout(0, KEYS))[None, :]  # [WAYS, BLOCK_N]
     i = row % N_q
     h = h_kv * (H_q // H_kv) + row // N_q
 
@@ -142,18 +152,31 @@ def decode_codes_kernel(
     place = end - N_q + i
     if LEFT >= 0:
         start = gl.maximum(start, end - N_q - LEFT)
-    keys = tl.cdiv(tl.cdiv(gl.maximum(end - start, 0), S), BLOCK_N) * BLOCK_N  # of a split
+    keys = tl.cdiv(tl.cdiv(gl.maximum(end - start, 0), S), STEP) * STEP  # of a split
     begin = gl.minimum(start + split * keys, end).to(gl.int32)
     stop = begin + gl.minimum(keys, end - begin).to(gl.int32)
 
+    # What a warp reads at once lies in banks of its own.
+    WIDE: gl.constexpr = W >= 32
+    K_S: gl.constexpr = gl.SwizzledSharedLayout(16 if WIDE else 8, 1 if WIDE else 2, 2, [2, 1, 0])
+    V_S: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4 if W_V >= 32 else 2, [2, 1, 0])
+    k_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WAYS, BLOCK_N, W], K_S)
+    v_ring = gl.allocate_shared_memory(gl.int32, [STAGES, WAYS, BLOCK_N, W_V], V_S)
+    k_base = K + b * stride_kb + h_kv * stride_kh
+    v_base = V + b * stride_vb + h_kv * stride_vh
+    k_scales = K_scale + b * stride_ksb + h_kv * stride_ksh
+    v_scales = V_scale + b * stride_vsb + h_kv * stride_vsh
+
     ctx = context()
-    k, k_scale = _read_k(ctx, begin)
-    v, v_scale = _read_v(ctx, begin)
+    for stage in gl.static_range(STAGES - 1):
+        _fetch(ctx, begin + stage * STEP, stage)
+    k_scale = _scales(ctx, k_scales, begin, stride_ksn)
+    v_scale = _scales(ctx, v_scales, begin, stride_vsn)
 
     # -- q ----
     x0, x1, x2, x3 = _read_q(ctx, 0), _read_q(ctx, 1), _read_q(ctx, 2), _read_q(ctx, 3)
     if TURN > 0:  # rounded as q was
-        y0, y1, y2, y3 = _rotated(x0, x1, x2, x3, W, S_L)
+        y0, y1, y2, y3 = _rotated(ctx, x0, x1, x2, x3)
         x0, x1 = (y0 * TURN).to(x0.dtype), (y1 * TURN).to(x0.dtype)
         x2, x3 = (y2 * TURN).to(x2.dtype), (y3 * TURN).to(x2.dtype)
     up = _up(x0, x1, x2, x3)
@@ -162,103 +185,116 @@ def decode_codes_kernel(
     )  # fmt: skip
     down = gl.expand_dims(SCALE * _LOG2E / up, 1)
 
-    m = gl.full([16], -float("inf"), gl.float32, gl.SliceLayout(1, S_L))
-    l = gl.zeros([16, BLOCK_N], gl.float32, S_L)  # of each place in a tile
-    o0 = gl.zeros([16, D_V // 4], gl.float32, S_L)
+    m = gl.full([WAYS, R], -float("inf"), gl.float32, ROWS)
+    l = gl.zeros([WAYS, R], gl.float32, ROWS)
+    c = gl.full([WAYS], _TINY, gl.float32, gl.SliceLayout(1, KEYS))
+    o0 = gl.zeros([WAYS, W_V, R], gl.float32, L)
     o1, o2, o3 = o0, o0, o0
 
-    for first in range(begin, stop, BLOCK_N):
-        x = gl.zeros([16, BLOCK_N], gl.float32, S_L)
-        x = mma_v2(q0, _plane(k, 0, K_INT8), x)
-        x = mma_v2(q1, _plane(k, 1, K_INT8), x)
-        x = mma_v2(q2, _plane(k, 2, K_INT8), x)
-        x = mma_v2(q3, _plane(k, 3, K_INT8), x)
-        x = x * down * gl.expand_dims(k_scale, 0)
-        k, k_scale = _read_k(ctx, first + BLOCK_N)
-        key = first + n
-        seen = gl.expand_dims(key, 0) <= gl.expand_dims(place, 1)
+    stage = 0
+    for first in range(begin, stop, STEP):
+        async_copy.wait_group(STAGES - 2)
+        gluon_barrier()  # what `_fetch` overwrites was read by all
+        k = k_ring.index(stage).load(K_L)
+        x = gl.zeros([WAYS, BLOCK_N, R], gl.float32, L)
+        x = mma_v2(_plane(k, 0, K_INT8), q0, x)
+        x = mma_v2(_plane(k, 1, K_INT8), q1, x)
+        x = mma_v2(_plane(k, 2, K_INT8), q2, x)
+        x = mma_v2(_plane(k, 3, K_INT8), q3, x)
+        x = x * down * gl.expand_dims(k_scale, 2)
+        k_scale = _scales(ctx, k_scales, first + STEP, stride_ksn)
+        _fetch(ctx, first + (STAGES - 1) * STEP, (stage + STAGES - 1) % STAGES)
+        key = gl.expand_dims(first + n, 2)  # [WAYS, BLOCK_N, 1]
+        seen = key <= gl.expand_dims(place, 1)
         if Mask is not None:
-            at = gl.expand_dims(i.to(gl.int64), 1) * stride_mq
-            at = Mask + b * stride_mb + at + gl.expand_dims(key.to(gl.int64), 0) * stride_mn
-            inside = gl.expand_dims(key, 0) + gl.zeros([16, BLOCK_N], gl.int32, S_L) < stop
-            seen = gl.load(at, mask=inside, other=0) != 0
-        seen = seen & (gl.expand_dims(key, 0) < stop)
+            at = Mask + b * stride_mb + gl.expand_dims(i.to(gl.int64), 1) * stride_mq
+            at = at + key.to(gl.int64) * stride_mn
+            seen = gl.load(at, mask=(key < stop) & gl.expand_dims(row < rows, 1), other=0) != 0
+        seen = seen & (key < stop)
         if LEFT >= 0:
-            seen = seen & (gl.expand_dims(key, 0) >= gl.expand_dims(place - LEFT, 1))
+            seen = seen & (key >= gl.expand_dims(place - LEFT, 1))
         x = gl.where(seen, x, -float("inf"))
         m_new = gl.maximum(m, gl.max(x, 1))
         # A row that has seen nothing yet has no maximum: x - m would be NaN.
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
-        p = gl.exp2(x - gl.expand_dims(shift, 1))
-        alpha = gl.expand_dims(gl.exp2(m - shift), 1)
+        p = gl.exp2(x - gl.expand_dims(shift - _P_BITS, 1))
+        alpha = gl.exp2(m - shift)
         m = m_new
-        l = l * alpha + p
-
-        largest = gl.maximum(gl.max(v_scale, 0), _TINY)
-        p = p * gl.expand_dims(v_scale * (1.0 / largest), 0)
+        l = l * alpha + gl.sum(p, 1)
+        c_new = gl.maximum(c, gl.max(v_scale, 1))
+        inverse = 1.0 / c_new
+        p = p * gl.expand_dims(v_scale * gl.expand_dims(inverse, 1), 2)
+        ratio = gl.convert_layout(c * inverse, gl.SliceLayout(1, ROWS))
+        alpha = gl.expand_dims(alpha * gl.expand_dims(ratio, 1), 1)
+        c = c_new
         p = gl.convert_layout(p.to(gl.float16), P_L)
-        zeros = gl.zeros([16, D_V // 4], gl.float32, S_L)
-        o0 = o0 * alpha + mma_v2(p, _plane(v, 0, V_INT8), zeros) * largest
-        o1 = o1 * alpha + mma_v2(p, _plane(v, 1, V_INT8), zeros) * largest
-        o2 = o2 * alpha + mma_v2(p, _plane(v, 2, V_INT8), zeros) * largest
-        o3 = o3 * alpha + mma_v2(p, _plane(v, 3, V_INT8), zeros) * largest
-        v, v_scale = _read_v(ctx, first + BLOCK_N)
+        v_scale = _scales(ctx, v_scales, first + STEP, stride_vsn)
+        v = v_ring.index(stage).permute([0, 2, 1]).load(V_L)
+        o0 = mma_v2(_plane(v, 0, V_INT8), p, o0 * alpha)
+        o1 = mma_v2(_plane(v, 1, V_INT8), p, o1 * alpha)
+        o2 = mma_v2(_plane(v, 2, V_INT8), p, o2 * alpha)
+        o3 = mma_v2(_plane(v, 3, V_INT8), p, o3 * alpha)
+        stage = (stage + 1) % STAGES
 
-    l = gl.sum(l, 1)
-    here = ((b * H_q + h) * N_q + i) * S + split  # [16]
-    gl.store(Lse + here, m + gl.log2(l), mask=row < rows)
-    inverse = gl.expand_dims(gl.where(l == 0, 0.0, 1.0 / l), 1)
-    word = gl.arange(0, D_V // 4, gl.SliceLayout(0, S_L))
-    at = O + gl.expand_dims(here * D_V, 1) + gl.expand_dims(4 * word, 0)
-    mask = gl.expand_dims((row < rows) & (l != 0), 1) & gl.expand_dims(word >= 0, 0)
-    gl.store(at, o0 * inverse, mask=mask)
-    gl.store(at + 1, o1 * inverse, mask=mask)
-    gl.store(at + 2, o2 * inverse, mask=mask)
-    gl.store(at + 3, o3 * inverse, mask=mask)
+    # -- all ways ----
+    async_copy.wait_group(0)
+    m_all = gl.max(m, 0)
+    shift = gl.where(m_all == -float("inf"), 0.0, m_all)
+    weight = gl.exp2(m - gl.expand_dims(shift, 0))
+    l = gl.sum(l * weight, 0)
+    of_c = gl.convert_layout(c, gl.SliceLayout(1, ROWS))
+    weight = weight * gl.expand_dims(of_c, 1) * gl.expand_dims(gl.where(l == 0, 0.0, 1.0 / l), 0)
+    weight = gl.expand_dims(weight, 1)
+    OUT: gl.constexpr = gl.SliceLayout(0, L)  # [W_V, R]
+    row = gl.arange(0, R, gl.SliceLayout(0, OUT))
+    word = gl.arange(0, W_V, gl.SliceLayout(1, OUT))
+    here = ((b * H_q + h_kv * (H_q // H_kv) + row // N_q) * N_q + row % N_q) * S + split
+    l = gl.convert_layout(l, gl.SliceLayout(0, OUT))
+    lse = gl.convert_layout(m_all, gl.SliceLayout(0, OUT)) + gl.log2(l) - _P_BITS
+    gl.store(Lse + here, lse, mask=row < rows)
+    at = O + gl.expand_dims(here * D_V, 0) + gl.expand_dims(4 * word, 1)
+    mask = gl.expand_dims((row < rows) & (l != 0), 0) & gl.expand_dims(word >= 0, 1)
+    gl.store(at, gl.sum(o0 * weight, 0), mask=mask)
+    gl.store(at + 1, gl.sum(o1 * weight, 0), mask=mask)
+    gl.store(at + 2, gl.sum(o2 * weight, 0), mask=mask)
+    gl.store(at + 3, gl.sum(o3 * weight, 0), mask=mask)
 
 
 @gluon.jit
 def _read_q(ctx, J: gl.constexpr):
-    """Channels 4 w + J of q [16, W]."""
-    word = gl.arange(0, ctx.W, gl.SliceLayout(0, ctx.S_L))
+    """Channels 4 w + J of q [WAYS, W, R], the same for all ways."""
+    word = gl.arange(0, ctx.W, gl.SliceLayout(0, gl.SliceLayout(2, ctx.L)))[None, :, None]
     q = ctx.Q + ctx.b * ctx.stride_qb + ctx.h * ctx.stride_qh + ctx.i.to(gl.int64) * ctx.stride_qn
-    at = gl.expand_dims(q, 1) + gl.expand_dims((4 * word + J).to(gl.int64) * ctx.stride_qd, 0)
-    mask = gl.expand_dims(ctx.row < ctx.rows, 1) & gl.expand_dims(word >= 0, 0)
-    return gl.load(at, mask=mask, other=0.0)
+    at = gl.expand_dims(q, 1) + (4 * word + J).to(gl.int64) * ctx.stride_qd
+    return gl.load(at, mask=gl.expand_dims(ctx.row < ctx.rows, 1) & (word >= 0), other=0.0)
 
 
 @gluon.jit
-def _tile(ctx, X, Scale, stride_s, first, key, word, STRIDE: gl.constexpr, OF_LANES: gl.constexpr):
-    """Words of the tile of a cache [N, 4 W] that begins at key `first`, where key and word
-    broadcast, and its scales [BLOCK_N]. Keys from `stop` on are 0. Most tiles have none, and need
-    no mask: its instructions, and registers of zeros, took a tenth of the time."""
+def _scales(ctx, X, first, stride):
+    """Scales [WAYS, BLOCK_N] of the tile that begins at key `first`; 0 from `stop` on."""
+    at = X + first.to(gl.int64) * stride + ctx.n * stride
+    return gl.load(at, mask=ctx.n < ctx.stop - first, other=0.0)
+
+
+@gluon.jit
+def _fetch(ctx, first, stage):
+    """Copies k's and v's words of that tile to a place of the rings. From `stop` on they are 0."""
+    _copy(ctx, ctx.k_ring.index(stage), ctx.k_base, first, ctx.W, ctx.STRIDE_K)
+    _copy(ctx, ctx.v_ring.index(stage), ctx.v_base, first, ctx.W_V, ctx.STRIDE_V)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _copy(ctx, place, X, first, W: gl.constexpr, STRIDE: gl.constexpr):
+    LANES: gl.constexpr = 128 // W  # rows that a warp copies at once
+    L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, LANES, W // 4], [ctx.WAYS, 1, 1], [2, 1, 0])
+    way = gl.arange(0, ctx.WAYS, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    key = gl.arange(0, ctx.BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    word = gl.arange(0, W, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    # What differs between a thread's keys is a constant, so it is in the instruction.
+    of_thread = ctx.BLOCK_N * way + (key & LANES - 1)
     at = X.to(gl.pointer_type(gl.int32)) + first.to(gl.int64) * (STRIDE // 4)
-    at = at + ((key & OF_LANES).to(gl.int64) * (STRIDE // 4) + word)
-    at = at + (key & ~OF_LANES).to(gl.int64) * (STRIDE // 4)
-    at_scale = Scale + first.to(gl.int64) * stride_s + ctx.n * stride_s
-    if first + ctx.BLOCK_N <= ctx.stop:
-        words, scale = gl.load(at), gl.load(at_scale)
-    else:
-        words = gl.load(at, mask=(key < ctx.stop - first) & (word >= 0), other=0)
-        scale = gl.load(at_scale, mask=ctx.n < ctx.stop - first, other=0.0)
-    return words, scale
-
-
-@gluon.jit
-def _read_k(ctx, first):
-    """k's words [W, BLOCK_N] and scales [BLOCK_N] of the tile that begins at key `first`."""
-    key = gl.arange(0, ctx.BLOCK_N, gl.SliceLayout(0, ctx.K_L))[None, :]
-    word = gl.arange(0, ctx.W, gl.SliceLayout(1, ctx.K_L))[:, None]
-    k = ctx.K + ctx.b * ctx.stride_kb + ctx.h_kv * ctx.stride_kh
-    scale = ctx.K_scale + ctx.b * ctx.stride_ksb + ctx.h_kv * ctx.stride_ksh
-    return _tile(ctx, k, scale, ctx.stride_ksn, first, key, word, ctx.STRIDE_K, 8 * gl.num_warps() - 1)
-
-
-@gluon.jit
-def _read_v(ctx, first):
-    """v's words [BLOCK_N, D_V / 4] and scales [BLOCK_N]."""
-    key = gl.arange(0, ctx.BLOCK_N, gl.SliceLayout(1, ctx.V_L))[:, None]
-    word = gl.arange(0, ctx.D_V // 4, gl.SliceLayout(0, ctx.V_L))[None, :]
-    v = ctx.V + ctx.b * ctx.stride_vb + ctx.h_kv * ctx.stride_vh
-    scale = ctx.V_scale + ctx.b * ctx.stride_vsb + ctx.h_kv * ctx.stride_vsh
-    return _tile(ctx, v, scale, ctx.stride_vsn, first, key, word, ctx.STRIDE_V, 6)
+    at = at + (of_thread.to(gl.int64) * (STRIDE // 4) + word)
+    at = at + (key & ~(LANES - 1)).to(gl.int64) * (STRIDE // 4)
+    inside = ctx.BLOCK_N * way + key < ctx.stop - first
+    async_copy.async_copy_global_to_shared(place, at, mask=inside & (word >= 0))
