@@ -77,7 +77,7 @@ def draw(shape: Shape, device) -> tuple[Tensor, ...]:
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes and a scale a token and head."""
     largest = QK["int8" if dtype == torch.int8 else "fp8"].largest
-    scale = x.abs().amax(3).float() / largest
+    scale = x.abs().amax(3).float().clamp(min=1e-20) / largest
     x = (x / scale[..., None]).clamp(-largest, largest)
     return (x.round() if dtype == torch.int8 else x).to(dtype), scale
 
@@ -92,16 +92,20 @@ def over(codes: torch.dtype | None, name: str) -> Provider:
     return Provider(name, lambda *given: torch.ops.sage.decode(*given)[0], prepare)
 
 
-def by_mask(q, k, v, mask) -> Tensor:
+def by_mask(q, k, v, mask, start, end) -> Tensor:
     """As the pass calls it. A model makes start and end once for all layers."""
-    call = DecodeCall(q, k, v, *torch.ops.sage.seen_range(mask), q.shape[3] ** -0.5, mask=mask)
+    call = DecodeCall(q, k, v, start, end, q.shape[3] ** -0.5, mask=mask)
     return torch.ops.sage.decode(*call)[0]
+
+
+def with_range(q, k, v, mask, _) -> tuple[Tensor, ...]:
+    return q, k, v, mask[:, 0], *torch.ops.sage.seen_range(mask[:, 0])
 
 
 PROVIDERS = [
     Provider("SDPA, mask", unrepeated, lambda *inputs: inputs[:4]),
     Provider("SDPA", unrepeated, lambda *inputs: inputs[:3]),
-    Provider("bf16, mask", by_mask, lambda q, k, v, mask, _: (q, k, v, mask[:, 0])),
+    Provider("bf16, mask", by_mask, with_range),
     over(None, "bf16"), *map(over, CODES, ("INT8", "E4M3")),
 ]  # fmt: skip
 

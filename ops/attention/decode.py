@@ -29,8 +29,10 @@ from torch import Tensor
 from sage_inductor.ops import gpus
 from sage_inductor.ops.attention.tiles import hopper_unavailable
 from sage_inductor.ops.attention_call import as_stored, empty_outputs, schema_of
+from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
 from sage_inductor.ops.decode_call import BLOCK_N, CODES, P_BITS, UP, DecodeCall
 from sage_inductor.ops.formats import LOG2E, MAX_ROWS, TINY, pad_head_dim, rotation_scale
+from sage_inductor.ops.launch import HAS_PDL, pdl_option
 from sage_inductor.ops.quantize.rotate import rotate
 from sage_inductor.ops.reference import decode as reference
 from sage_inductor.ops.register import launched_by, opens
@@ -38,14 +40,14 @@ from sage_inductor.ops.register import launched_by, opens
 _LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(1 / LOG2E)
 _TINY = tl.constexpr(TINY)
 _UP, _P_BITS = tl.constexpr(UP), tl.constexpr(P_BITS)
-# Programs a processor. H200, 2026-11-28, a kernel of this kind, 8 kv heads: 33 to 66 splits were
-# the fastest for one sequence, 2 for 16.
-PROGRAMS, BY_WORDS = 2, 4  # of this file, of hopper/decode.py
-WORDS_OF = 64, 128  # head_dims of the second
-REGS = 168
-STAGES = 3
-WAY_N = 32
-BLOCK_S = 64  # splits that are combined at once
+# Programs a processor. H200, 2026-11-29: one fewer or more is up to 9 % slower from 32K keys on.
+PROGRAMS = 2
+MOST = 128  # splits. With one head of k at 32K keys, 264 took 17.6 us and 132 14.1
+BLOCK_S = 64  # splits that are combined at once: 16 took 1.9 us more at 8K keys
+# Of hopper/decode.py: head_dims, keys of a warp in a tile and the fewest of a split; by the rows
+# that share a head of k, stages of its rings, programs a processor and registers.
+HEAD_DIMS_OF_WORDS, KEYS_OF_WARP, WARPS, FEWEST = (64, 128), 32, 4, 256
+OF_WORDS = {8: (2, 3, 168), 16: (3, 2, 255)}
 
 
 @triton.jit
@@ -66,6 +68,7 @@ def _decode_kernel(
     H_q, H_kv, N_q, N, rows, S,  # rows: H_q / H_kv * N_q
     D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
     LEFT: tl.constexpr, TURN: tl.constexpr,  # -1: no bound; 0: q is not rotated
+    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -90,6 +93,8 @@ def _decode_kernel(
     begin = tl.minimum(start + split * keys, end).to(tl.int32)
     stop = begin + tl.minimum(keys, end - begin)
 
+    if PDL:
+        gdc_launch_dependents()
     q = Q + b * stride_qb + h * stride_qh + i.to(tl.int64) * stride_qn
     q = q[:, None] + d.to(tl.int64)[None, :] * stride_qd
     q = tl.load(q, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
@@ -158,9 +163,11 @@ def _combine_splits_kernel(
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] out, fp32 the second
     stride_ob, stride_oh, stride_on,
     H_q, N_q, S,
-    D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr, D_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H_q * N_q,): a row, BLOCK_S splits at a time."""
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     b, h, i = row // N_q // H_q, row // N_q % H_q, row % N_q
     s, dv = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_DV)
@@ -187,19 +194,19 @@ def _combine_splits_kernel(
 def plan(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> tuple[int, int, int, int]:
     """BLOCK_M, S, NUM_STAGES and num_warps. On sm_80 to sm_120 at most 8 bytes spill, and the least
     shared memory, 99 KiB, holds it. Four warps spill from 64 rows of 128 channels on, eight with 64
-    rows of 256. NUM_STAGES 0: hopper/decode.py."""
+    rows of 256."""
     (B, H_q, N_q, D), (_, H_kv, N, D_v) = a.q.shape, a.v.shape
     rows, width = H_q // H_kv * N_q, pad_head_dim(max(int(D), int(D_v)))
-    by_words = reads_words(a, gpu)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 or width == 256 else 64
     of_keys = BLOCK_N * width * (a.k.element_size() + a.v.element_size())  # bytes of a tile
-    programs = (BY_WORDS if by_words else PROGRAMS) * gpus.processors(gpu)
-    splits = programs // (B * H_kv * triton.cdiv(rows, block_m))
-    splits = torch.sym_max(torch.sym_min(splits, triton.cdiv(N, BLOCK_N)), 1)
-    if by_words:
-        return block_m, splits, 0, 4
     stages, warps = 3 if of_keys <= 32 << 10 else 2, 4 if block_m * width <= 4096 else 8
-    return block_m, splits, stages, warps
+    programs, fewest = PROGRAMS, BLOCK_N
+    if reads_words(a, gpu):
+        block_m, warps, fewest = 8 if rows <= 8 else 16, WARPS, FEWEST
+        stages, programs, _ = OF_WORDS[block_m]
+    splits = programs * gpus.processors(gpu) // (B * H_kv * triton.cdiv(rows, block_m))
+    most = torch.sym_min(triton.cdiv(N, fewest), MOST)
+    return block_m, torch.sym_max(torch.sym_min(splits, most), 1), stages, warps
 
 
 def reads_words(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> bool:
@@ -209,11 +216,12 @@ def reads_words(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> bool:
     return (
         a.k.dtype in CODES
         and a.v.dtype in CODES
-        and int(D) in WORDS_OF
-        and int(a.v.shape[3]) in WORDS_OF
+        and int(D) in HEAD_DIMS_OF_WORDS
+        and int(a.v.shape[3]) in HEAD_DIMS_OF_WORDS
         and gpus.capability(gpu) == (9, 0)
         and H_q // H_kv * N_q <= 16
-        and all(n % 4 == 0 for x in (a.k, a.v) for n in (*x.stride()[:3], x.storage_offset()))
+        and a.q.stride(3) == 1
+        and all(n % 4 == 0 for x in a[:3] for n in (*x.stride()[:3], x.storage_offset()))
         and hopper_unavailable((9, 0)) is None
     )
 
@@ -227,19 +235,20 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
     (B, H_q, N_q, D), (_, H_kv, N, D_v) = a.q.shape, a.v.shape
     D, D_v, rows = int(D), int(D_v), H_q // H_kv * N_q
     block_m, S, num_stages, num_warps = plan(a, gpu)
+    pdl = HAS_PDL and gpus.capability(gpu) == (9, 0)
     k_strides, v_strides, mask_strides = (
         (0, 0, 0) if x is None else x.expand(B, n, N).stride()
         for x, n in ((a.k_scale, H_kv), (a.v_scale, H_kv), (a.mask, N_q))
     )
     of_splits = a.q.new_empty((B, H_q, N_q, S, D_v), dtype=torch.float32)
     lse_of_splits = a.q.new_empty((B, H_q, N_q, S), dtype=torch.float32)
-    if num_stages:
-        kernel = _decode_kernel
-        tile = block_m, BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), num_stages
-    else:
+    if reads_words(a, gpu):
         from sage_inductor.ops.attention.hopper.decode import decode_codes_kernel as kernel
 
-        tile = 8 if rows <= 8 else 16, WAY_N, STAGES
+        tile, option = (block_m, KEYS_OF_WARP, num_stages), {"maxnreg": OF_WORDS[block_m][2]}
+    else:
+        kernel, option = _decode_kernel, {}
+        tile = block_m, BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), num_stages
     run(
         kernel,
         (B * H_kv * triton.cdiv(rows, block_m), S),
@@ -249,9 +258,9 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
          *mask_strides, *a.start.expand(B).stride(), *a.end.expand(B).stride(),
          H_q, H_kv, N_q, N, rows, S,  # shape
          D, D_v, a.scale, -1 if a.left is None else min(a.left, MAX_ROWS),
-         rotation_scale(D) if a.rotated else 0.0,  # semantics
+         rotation_scale(D) if a.rotated else 0.0, pdl,  # semantics
          *tile),
-        num_warps=num_warps, **({"maxnreg": REGS} if REGS and not num_stages else {}),
+        num_warps=num_warps, **option,
     )  # fmt: skip
     out, lse = empty_outputs(a.q, D_v, a.out_bnhd)
     run(
@@ -260,8 +269,8 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
         (of_splits, lse_of_splits, out, lse),
         (*out.stride()[:3],
          H_q, N_q, S,  # shape
-         D_v, pad_head_dim(D_v), BLOCK_S),  # tile
-        num_warps=4,
+         pdl, D_v, pad_head_dim(D_v), BLOCK_S),  # tile
+        num_warps=4, **pdl_option(pdl),
     )  # fmt: skip
     return out, lse
 

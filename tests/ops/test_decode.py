@@ -20,7 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from sage_inductor.ops import gpus
-from sage_inductor.ops.attention.decode import WAY_N, decode, launch, plan, reads_words
+from sage_inductor.ops.attention.decode import (
+    KEYS_OF_WARP,
+    WARPS,
+    decode,
+    launch,
+    plan,
+    reads_words,
+)
 from sage_inductor.ops.decode_call import BLOCK_N, CODES, DecodeCall
 from sage_inductor.ops.formats import OF_HALF
 from sage_inductor.ops.reference import decode as reference
@@ -190,7 +197,7 @@ def test_it_is_attention_to_what_is_there(runner, seed):
     out, lse = launch(support.run, gpu, a)
     assert out.dtype == a.q.dtype and lse.dtype == torch.float32
     assert (out.transpose(1, 2) if a.out_bnhd else out).is_contiguous() and lse.is_contiguous()
-    ways = (4, WAY_N) if reads_words(a, gpu) else ()
+    ways = (WARPS, KEYS_OF_WARP) if reads_words(a, gpu) else ()
     out_ref, lse_ref = reference.decode(a, plan(a, gpu)[1], *ways)
     exact, lse_exact = by_hand(a)
     assert out.isfinite().all() and ((lse == -math.inf) == (lse_exact == -math.inf)).all()
@@ -265,9 +272,12 @@ def test_keys_are_read_by_two_programs_a_processor_and_once():
     """By shapes alone: what a cache holds is not known."""
     q = torch.empty(1, 32, 16, 256, dtype=torch.bfloat16, device="meta")
     for B, H_kv, N_q, N, D, block_m, splits in (
-        (1, 8, 1, 32768, 128, 16, 33), (16, 8, 1, 8192, 128, 16, 2), (64, 8, 1, 8192, 128, 16, 1),
+        (1, 8, 1, 32768, 80, 16, 33), (16, 8, 1, 8192, 80, 16, 2), (64, 8, 1, 8192, 80, 16, 1),
         (1, 8, 8, 512, 128, 32, 8), (1, 8, 9, 1, 64, 64, 1), (1, 8, 16, 8192, 128, 64, 33),
-        (1, 8, 16, 8192, 256, 32, 16), (1, 1, 3, 8192, 64, 64, 128),
+        (1, 8, 16, 8192, 256, 32, 16), (1, 1, 3, 8192, 64, 64, 128), (1, 1, 3, 32768, 64, 64, 128),
+        # hopper/decode.py
+        (1, 8, 1, 32768, 128, 8, 49), (1, 8, 3, 32768, 64, 16, 33), (16, 8, 1, 8192, 128, 8, 3),
+        (1, 8, 2, 2049, 64, 8, 9), (1, 2, 1, 99999, 128, 16, 128),
     ):  # fmt: skip
         k = torch.empty(B, H_kv, N, D, dtype=torch.int8, device="meta")
         a = DecodeCall(q[..., :N_q, :D].expand(B, -1, -1, -1), k, k, None, None, 1.0)

@@ -1,20 +1,20 @@
-"""The kernel of ../decode.py for caches of 8-bit codes on Hopper, in Gluon: the same recipe, with
-every byte of k and v read from global memory into the register in which it is used.
+"""The kernel of ../decode.py for caches of 8-bit codes on Hopper, in Gluon: the same recipe.
 
-In Triton a cache of codes is no faster to read than one of 16 bits: codes are converted one by one,
-and go through shared memory to be laid out for a product (H200, 16 sequences of 32K, 3.6: 448 us
-for INT8 and 496 for E4M3, SDPA 477 in bf16). Here nothing is laid out anew:
+In Triton a cache of codes took as long to read as one of 16 bits: codes are converted one by one,
+and go through shared memory to be laid out for a product. (H200, Triton 3.6, 16 sequences of 32K:
+INT8 448 us, E4M3 496, SDPA in bf16 477. This kernel: 257 for both, 4.3 TB/s.)
 
-* A tile is read as words of four codes, channels 4 w to 4 w + 3, in the layout of an operand of
-  mma.sync whose elements are words. Byte j of each word is plane j. k's planes are multiplied by
-  q's, the channels 4 w + j of q, and v's planes give the channels 4 w + j of o. So a product needs
-  no order of channels but the one that is read.
-* Two codes become two numbers of fp16 by three instructions in INT8, and by two in E4M3.
-* The next tile is read before this one is computed.
+* A row of a cache is read as W words of four codes: word w has the channels 4 w to 4 w + 3. Byte j
+  of all words is plane j. k's planes are multiplied by q's, the channels 4 w + j of q, and v's
+  planes give the channels 4 w + j of o. So codes are converted in the register in which a product
+  takes them. Two become two numbers of fp16 by three instructions in INT8, by two in E4M3.
+* Keys, and v's channels, are the rows of mma.sync, and the rows of q its columns: 8 at least. With
+  q in the rows, which are 16, a call of 4 queries and heads took twice the products.
+* A warp has keys of its own, a way, and its own maximum and sums, which are added up at the end.
+  Where warps shared keys, nine barriers a tile instead of three made it 367 us.
+* Copies to shared memory run STAGES - 1 tiles ahead.
 
-All rows that share a head of k are one tile of 16 rows: at most 16 of them.
-
-Shapes: as in ../decode.py; W words of a row, D / 4.
+Shapes: as in ../decode.py; WAYS warps, R rows that share a head of k, W = D / 4, W_V = D_V / 4.
 """
 
 # ruff: noqa: F841  (what `context` reads)
@@ -24,7 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sage_inductor.ops.attention.hopper.ring import context
-from sage_inductor.ops.compat import gluon_barrier
+from sage_inductor.ops.compat import gdc_launch_dependents, gluon_barrier
 from sage_inductor.ops.decode_call import P_BITS, UP
 from sage_inductor.ops.formats import LOG2E, TINY
 from sage_inductor.ops.quantize.rotate import odd_of_rotation
@@ -45,8 +45,7 @@ def _to_half2(plane, is_int8):
         )
     pick = f"prmt.b32 t, $1, $2, {0x40 + 0x11 * plane:#x};"
     return (
-        f"{{ .reg .b32 t; .reg .b16 a, b; {pick} mov.b32 {{a, b}}, t;"
-        " cvt.rn.f16x2.e4m3x2 $0, a; }"
+        f"{{ .reg .b32 t; .reg .b16 a, b; {pick} mov.b32 {{a, b}}, t; cvt.rn.f16x2.e4m3x2 $0, a; }}"
     )
 
 
@@ -97,7 +96,7 @@ def _signed(ctx, h, x, J: gl.constexpr):
     c = 4 * gl.arange(0, ctx.W, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None] + J
     sign = (1 - 2 * odd_of_rotation(c, 0)).to(x.dtype)
     y = gl.zeros([ctx.WAYS, ctx.W, ctx.R], gl.float32, ctx.L)
-    return mma_v2(h, gl.convert_layout(x, L) * sign, y)
+    return mma_v2(h, x * sign, y)
 
 
 @gluon.jit
@@ -108,7 +107,7 @@ def decode_codes_kernel(
     Mask,  # [B, N_q, N] in, bool
     Start, End,  # [B] in, int32 or int64
     O, Lse,  # [B, H_q, N_q, S, D_V], [B, H_q, N_q, S] out, fp32; log2 units
-    stride_qb, stride_qh, stride_qn, stride_qd,
+    stride_qb, stride_qh, stride_qn, stride_qd,  # the last is 1
     stride_kb, stride_kh, STRIDE_K: gl.constexpr,
     stride_vb, stride_vh, STRIDE_V: gl.constexpr,
     stride_ksb, stride_ksh, stride_ksn,
@@ -118,9 +117,9 @@ def decode_codes_kernel(
     H_q, H_kv, N_q, N, rows, S,  # rows: H_q / H_kv * N_q
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr,
     LEFT: gl.constexpr, TURN: gl.constexpr,  # -1: no bound; 0: q is not rotated
-    R: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H_kv, S): a split of the keys, for the R rows that share a head of k. BLOCK_N: keys
+    """Grid: (B * H_kv, S): a split of the keys, for all rows that share a head of k. BLOCK_N: keys
     of a way in a tile."""
     WAYS: gl.constexpr = gl.num_warps()
     L: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WAYS, 1, 1], [1, 16, 8])
@@ -131,6 +130,7 @@ def decode_codes_kernel(
     K_WIDTH: gl.constexpr = 4 if W >= 32 else 2  # words that a thread reads at once
     K_L: gl.constexpr = gl.DotOperandLayout(0, L, K_WIDTH)
     Q_L: gl.constexpr = gl.DotOperandLayout(1, L, K_WIDTH)
+    OF_Q: gl.constexpr = gl.DotOperandLayout(1, L, 2 if TURN > 0 else K_WIDTH)  # as it is read
     V_L: gl.constexpr = gl.DotOperandLayout(0, L, 2)
     P_L: gl.constexpr = gl.DotOperandLayout(1, L, 2)
     K_INT8: gl.constexpr = K.dtype.element_ty == gl.int8
@@ -144,7 +144,6 @@ def decode_codes_kernel(
     n = BLOCK_N * gl.arange(0, WAYS, gl.SliceLayout(1, KEYS))[:, None]
     n += gl.arange(0, BLOCK_N, gl.SliceLayout(0, KEYS))[None, :]  # [WAYS, BLOCK_N]
     i = row % N_q
-    h = h_kv * (H_q // H_kv) + row // N_q
 
     # -- which keys ----
     start = gl.minimum(gl.maximum(gl.load(Start + b * stride_start), 0), N).to(gl.int32)
@@ -172,9 +171,13 @@ def decode_codes_kernel(
         _fetch(ctx, begin + stage * STEP, stage)
     k_scale = _scales(ctx, k_scales, begin, stride_ksn)
     v_scale = _scales(ctx, v_scales, begin, stride_vsn)
+    if PDL:
+        gdc_launch_dependents()
 
     # -- q ----
-    x0, x1, x2, x3 = _read_q(ctx, 0), _read_q(ctx, 1), _read_q(ctx, 2), _read_q(ctx, 3)
+    words = _read_q(ctx)
+    x0, x1 = _of_q(words, 0, Q.dtype.element_ty), _of_q(words, 1, Q.dtype.element_ty)
+    x2, x3 = _of_q(words, 2, Q.dtype.element_ty), _of_q(words, 3, Q.dtype.element_ty)
     if TURN > 0:  # rounded as q was
         y0, y1, y2, y3 = _rotated(ctx, x0, x1, x2, x3)
         x0, x1 = (y0 * TURN).to(x0.dtype), (y1 * TURN).to(x0.dtype)
@@ -183,7 +186,7 @@ def decode_codes_kernel(
     q0, q1, q2, q3 = (
         _operand(x0, up, Q_L), _operand(x1, up, Q_L), _operand(x2, up, Q_L), _operand(x3, up, Q_L)
     )  # fmt: skip
-    down = gl.expand_dims(SCALE * _LOG2E / up, 1)
+    down = gl.expand_dims(SCALE * _LOG2E / gl.convert_layout(up, ROWS), 1)
 
     m = gl.full([WAYS, R], -float("inf"), gl.float32, ROWS)
     l = gl.zeros([WAYS, R], gl.float32, ROWS)
@@ -245,7 +248,9 @@ def decode_codes_kernel(
     of_c = gl.convert_layout(c, gl.SliceLayout(1, ROWS))
     weight = weight * gl.expand_dims(of_c, 1) * gl.expand_dims(gl.where(l == 0, 0.0, 1.0 / l), 0)
     weight = gl.expand_dims(weight, 1)
-    OUT: gl.constexpr = gl.SliceLayout(0, L)  # [W_V, R]
+    # A thread adds up what is its own: Triton's reduction over warps has a shuffle for each number.
+    SUM: gl.constexpr = gl.BlockedLayout([WAYS, 1, 2], [1, 8, 4], [1, WAYS, 1], [2, 1, 0])
+    OUT: gl.constexpr = gl.SliceLayout(0, SUM)  # [W_V, R]
     row = gl.arange(0, R, gl.SliceLayout(0, OUT))
     word = gl.arange(0, W_V, gl.SliceLayout(1, OUT))
     here = ((b * H_q + h_kv * (H_q // H_kv) + row // N_q) * N_q + row % N_q) * S + split
@@ -254,19 +259,28 @@ def decode_codes_kernel(
     gl.store(Lse + here, lse, mask=row < rows)
     at = O + gl.expand_dims(here * D_V, 0) + gl.expand_dims(4 * word, 1)
     mask = gl.expand_dims((row < rows) & (l != 0), 0) & gl.expand_dims(word >= 0, 1)
-    gl.store(at, gl.sum(o0 * weight, 0), mask=mask)
-    gl.store(at + 1, gl.sum(o1 * weight, 0), mask=mask)
-    gl.store(at + 2, gl.sum(o2 * weight, 0), mask=mask)
-    gl.store(at + 3, gl.sum(o3 * weight, 0), mask=mask)
+    gl.store(at, gl.sum(gl.convert_layout(o0 * weight, SUM), 0), mask=mask)
+    gl.store(at + 1, gl.sum(gl.convert_layout(o1 * weight, SUM), 0), mask=mask)
+    gl.store(at + 2, gl.sum(gl.convert_layout(o2 * weight, SUM), 0), mask=mask)
+    gl.store(at + 3, gl.sum(gl.convert_layout(o3 * weight, SUM), 0), mask=mask)
 
 
 @gluon.jit
-def _read_q(ctx, J: gl.constexpr):
-    """Channels 4 w + J of q [WAYS, W, R], the same for all ways."""
-    word = gl.arange(0, ctx.W, gl.SliceLayout(0, gl.SliceLayout(2, ctx.L)))[None, :, None]
-    q = ctx.Q + ctx.b * ctx.stride_qb + ctx.h * ctx.stride_qh + ctx.i.to(gl.int64) * ctx.stride_qn
-    at = gl.expand_dims(q, 1) + (4 * word + J).to(gl.int64) * ctx.stride_qd
-    return gl.load(at, mask=gl.expand_dims(ctx.row < ctx.rows, 1) & (word >= 0), other=0.0)
+def _read_q(ctx):
+    """Four channels of q as one number [WAYS, W, R], the same for all ways."""
+    way = gl.arange(0, ctx.WAYS, gl.SliceLayout(1, gl.SliceLayout(2, ctx.OF_Q)))[:, None, None]
+    word = gl.arange(0, ctx.W, gl.SliceLayout(0, gl.SliceLayout(2, ctx.OF_Q)))[None, :, None]
+    row = gl.arange(0, ctx.R, gl.SliceLayout(0, gl.SliceLayout(1, ctx.OF_Q)))[None, None, :]
+    h = ctx.h_kv * (ctx.H_q // ctx.H_kv) + row // ctx.N_q
+    at = ctx.b * (ctx.stride_qb // 4) + h * (ctx.stride_qh // 4)
+    at = at + (row % ctx.N_q).to(gl.int64) * (ctx.stride_qn // 4) + word
+    at = ctx.Q.to(gl.pointer_type(gl.int64)) + at
+    return gl.load(at, mask=(row < ctx.rows) & (word >= 0) & (way >= 0), other=0)
+
+
+@gluon.jit
+def _of_q(words, J: gl.constexpr, dtype: gl.constexpr):
+    return (words >> 16 * J).to(gl.int16).to(dtype, bitcast=True)
 
 
 @gluon.jit
