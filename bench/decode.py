@@ -1,27 +1,44 @@
 """1 to 16 queries against a cache: ``sage::decode`` over 16 bits, INT8 and E4M3, and SDPA.
 
-$ python bench/decode.py --json    # on a GPU about three minutes
+$ python bench/decode.py --json    # on a GPU about five minutes
 
-Each row is one layer's attention, over enough caches that L2 holds none, as CUDA graphs. A cache
-has room for N keys and is filled to a part of it. SDPA gets the heads as they are, with the mask
-that a static cache needs, and without one: then each query sees all N keys.
+A row of "calls" is one layer's attention, over enough caches that L2 holds none, as CUDA graphs. A
+cache has room for N keys and is filled to a part of it. SDPA gets the heads as they are, with the
+mask that a static cache needs, and without one: then each query sees all N keys.
+
+A row of "decoders" is a step of Llama 3 8B with 8 layers, compiled with CUDA graphs: "inductor" and
+"sage" over transformers' static cache, and "sage" over sage_inductor.Int8Cache.
 
 Shapes: B batch, H_kv heads of k and v, of which each is read by G of q, N keys, D head_dim, N_q
 queries.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
 
+import sage_inductor
 from bench import harness
 from bench.decoding import by_hand, unrepeated
-from bench.measure import Provider, Runner, interleave, relative_l1, summary
+from bench.measure import (
+    Provider,
+    Runner,
+    burst,
+    in_turns,
+    interleave,
+    relative_l1,
+    summary,
+)
 from bench.tables import gain, markdown, show, speed_of
 from sage_inductor.ops.decode_call import CODES, DecodeCall
 from sage_inductor.ops.formats import QK
 
+DECODERS = [(1, 32768), (16, 8192), (1, 8192), (16, 32768)]
+ROOM = 512  # tokens: a step appends one
+NEAR = 0.05  # relative L1 of logits to eager's: Inductor's differ by 0.02
 WRONG = 0.1  # relative L1; a frozen scale's error is less
 
 
@@ -37,15 +54,18 @@ class Shape(NamedTuple):
 
 CALLS = [
     *(Shape(B, 8, 4, N) for B, N in ((1, 8192), (1, 32768), (1, 131072), (16, 8192), (16, 32768))),
+    *(Shape(B, 8, 4, N) for B, N in ((1, 256), (1, 1024), (1, 2048), (32, 1024), (128, 512))),
+    Shape(1, 32, 1, 2048), Shape(8, 32, 1, 2048), Shape(1, 2, 7, 4096), Shape(4, 8, 4, 2048, N_q=2),
     *(Shape(1, 8, 4, 32768, N_q=N_q) for N_q in (2, 4, 8, 16)), Shape(16, 8, 4, 8192, N_q=4),
     Shape(1, 8, 4, 32768, filled=1 / 8), Shape(16, 8, 4, 8192, filled=1 / 8),
     Shape(1, 8, 4, 32768, 64), Shape(1, 8, 4, 32768, 256), Shape(1, 1, 16, 32768),
-    Shape(1, 4, 8, 32768), Shape(1, 8, 8, 32768),
+    Shape(1, 4, 8, 32768), Shape(1, 8, 8, 32768), Shape(1, 8, 4, 512, N_q=16),
 ]  # fmt: skip
 
 
 def main(argv=None) -> int:
     parser = harness.parser(__doc__, rounds=8, target_ms=20.0)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args(argv)
     device = harness.gpu(args)
     torch.manual_seed(0)
@@ -54,11 +74,17 @@ def main(argv=None) -> int:
         "caches that L2 does not hold; errors of the first sequence against float64 by hand"
     )
     result = harness.Result("decode", method, args)
-    for shape in CALLS:
-        result.add([measure(shape, args, device)])
-        torch.cuda.empty_cache()
+    with torch.no_grad():
+        for part in args.parts:
+            for row in PARTS[part](args, device):
+                result.add([{"part": part, **row}])
+                torch.cuda.empty_cache()
     show(table(result["rows"]))
-    return result.end("shape")
+    return result.end("part", "shape")
+
+
+def calls(args, device) -> Iterator[dict]:
+    return (measure(shape, args, device) for shape in CALLS)
 
 
 def draw(shape: Shape, device) -> tuple[Tensor, ...]:
@@ -114,21 +140,99 @@ def measure(shape: Shape, args, device) -> dict:
     bytes_of = 4 * shape.B * shape.H_kv * shape.N * shape.D  # of k and v in bf16
     sets = [draw(shape, device) for _ in range(max(2, min(40, int(2**28 / bytes_of) + 1)))]
     row = {"shape": shape._asdict(), "error": None}
-    with torch.no_grad():
-        runners = {x.name: Runner(x, sets) for x in PROVIDERS}
-        exact = by_hand(*(x[:1] for x in sets[-1][:4]))
-        row["rel_l1"] = {n: relative_l1(x.output()[:1].double(), exact) for n, x in runners.items()}
-        wrong = [n for n, x in row["rel_l1"].items() if n != "SDPA" and not x < WRONG]
-        if wrong:
-            row["error"] = f"not near float64: {', '.join(wrong)}"
-        times = interleave(runners, args.rounds, args.target_ms)
+    runners = {x.name: Runner(x, sets) for x in PROVIDERS}
+    exact = by_hand(*(x[:1] for x in sets[-1][:4]))
+    row["rel_l1"] = {n: relative_l1(x.output()[:1].double(), exact) for n, x in runners.items()}
+    wrong = [n for n, x in row["rel_l1"].items() if n != "SDPA" and not x < WRONG]
+    if wrong:
+        row["error"] = f"not near float64: {', '.join(wrong)}"
+    times = interleave(runners, args.rounds, args.target_ms)
     row["times"] = {name: summary(each) for name, each in times.items()}
     row["speed"] = {name: speed_of(each, times["SDPA, mask"]) for name, each in times.items()}
     return row
 
 
+# -- decoders ----
+
+
+def decoders(args, device) -> Iterator[dict]:
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, num_key_value_heads=8,
+        num_attention_heads=32, head_dim=128, vocab_size=128256, max_position_embeddings=2**18,
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(before)
+    for B, N in DECODERS:
+        torch._dynamo.reset()
+        yield decoder(model, config, B, N, args, device)
+
+
+def decoder(model, config, B: int, N: int, args, device) -> dict:
+    """ms of a step, of caches that are full but for ROOM tokens."""
+    tokens, prompt = (torch.randint(config.vocab_size, (B, n), device=device) for n in (1, 64))
+    steps, errors, gib, before = {}, {}, {}, len(sage_inductor.report())
+    for name in ("inductor", "sage", "Int8Cache"):
+        at_first = torch.cuda.memory_allocated()
+        of = sage_inductor.Int8Cache if name == "Int8Cache" else transformers.StaticCache
+        cache = of(config, max_cache_len=N)
+        model(prompt, past_key_values=cache, logits_to_keep=1)
+        gib[name] = (torch.cuda.memory_allocated() - at_first) / 2**30
+        fill(cache, N)
+        right = model(tokens, past_key_values=cache).logits.double()
+        by_sage = {"backend": "sage", "options": {"sage.mode": "reduce-overhead"}}
+        given = {"mode": "reduce-overhead"} if name == "inductor" else by_sage
+        step = torch.compile(model, dynamic=False, **given)
+
+        def run(step=step, cache=cache):
+            torch.compiler.cudagraph_mark_step_begin()
+            return step(tokens, past_key_values=cache).logits
+
+        for _ in range(4):  # warm up, record, replay
+            run()
+        rewind(cache, N)
+        steps[name], errors[name] = run, relative_l1(run().double(), right)
+        rewind(cache, N)
+    report = sage_inductor.report()[before:]
+    times = in_turns(steps, args.rounds, 200.0, burst)
+    wrong = [name for name, error in errors.items() if not error < NEAR]
+    return {
+        "shape": {"B": B, "N": N}, "rel_l1": errors, "cache_gib": gib,
+        "error": f"logits not near eager's: {', '.join(wrong)}" if wrong else None,
+        "times": {name: summary(each) for name, each in times.items()},
+        "speed": {name: speed_of(each, times["inductor"]) for name, each in times.items()},
+        "decodes": sum(site.decision.decodes for site in report), "sites": len(report),
+    }  # fmt: skip
+
+
+def fill(cache, N: int) -> None:
+    """Random keys and values."""
+    for layer in cache.layers:
+        for x in (layer.keys, layer.values):
+            x.random_(-127, 128) if x.dtype == torch.int8 else x.normal_()
+        for name in ("key_scale", "value_scale"):
+            if hasattr(layer, name):
+                getattr(layer, name).uniform_(1 / 64, 1 / 32)
+    rewind(cache, N)
+
+
+def rewind(cache, N: int) -> None:
+    for layer in cache.layers:
+        layer.cumulative_length.fill_(N - ROOM)
+
+
+PARTS = {"calls": calls, "decoders": decoders}
+
+
+# -- the tables ----
+
+
 def table(rows: list[dict]) -> str:
-    """us a call, and the gain over SDPA with the mask, with its range."""
+    """us a call, and the gain over SDPA with the mask, with its range; the same of decoders' ms."""
+    decoders = [row for row in rows if row["part"] == "decoders"]
+    rows = [row for row in rows if row["part"] == "calls"]
     names = [x.name for x in PROVIDERS]
     lines = [["B", "H_kv", "G", "N", "D", "N_q", "filled", *names]]
     for row in rows:
@@ -142,7 +246,14 @@ def table(rows: list[dict]) -> str:
     errors = (
         f"{name} {max(row['rel_l1'][name] for row in rows):.2%}" for name in names if name != "SDPA"
     )
-    return markdown(lines) + f"\nLargest relative L1 to float64: {', '.join(errors)}.\n"
+    text = markdown(lines) + f"\nLargest relative L1 to float64: {', '.join(errors)}.\n"
+    lines = [["decoder: B", "N", "inductor, ms", "sage", "Int8Cache", "GiB of caches"]]
+    for row in decoders:
+        ms = {name: each["ms"] for name, each in row["times"].items()}
+        gains = (f"{ms[x]:.2f}, {gain(row['speed'][x])}" for x in ("sage", "Int8Cache"))
+        memory = f"{row['cache_gib']['sage']:.2f}, {row['cache_gib']['Int8Cache']:.2f}"
+        lines.append([*map(str, row["shape"].values()), f"{ms['inductor']:.2f}", *gains, memory])
+    return text + ("\n" + markdown(lines) if decoders else "")
 
 
 if __name__ == "__main__":

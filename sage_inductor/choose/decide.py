@@ -103,15 +103,30 @@ def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decisi
         # The first is what to change first, such as the device.
         last = reason.cause in (reasons.TOO_SHORT, reasons.UNREPEATED)
         reason = reasons.joined([slow, reason] if last else [reason, slow])
-    if wanted == AUTO and shape.capability is not None and _decodes(call, shape):
+    untimed = shape.capability not in (None, TIMED_DECODE)
+    if wanted == AUTO and untimed and _decodes(call, shape):
         reason = reasons.joined([reason, reasons.DECODE_UNTIMED(shape.q[2])])
     return found._replace(reason=reason, unrepeats=unrepeats)
 
 
 def _decodes(call: Call, shape: CallShape) -> bool:
-    """Whether ``sage::decode`` computes a call. Nobody timed it, so "auto" is not enough for it."""
+    """Whether ``sage::decode`` computes a call."""
     old = shape.capability is not None and shape.capability < (8, 0)
     return not old and eligible.suits_decode(call)
+
+
+# Where ``sage::decode`` was timed (bench/decode.py), and the keys from which on it won: against
+# SDPA with the mask, and heads that are not repeated.
+TIMED_DECODE, DECODES_FROM = (9, 0), 256
+
+
+def _gains_decoded(call: Call, shape: CallShape, settings: Settings) -> bool:
+    codes = eligible.decoded(call.k) is not None
+    return (
+        _decodes(call, shape)
+        and shape.capability == TIMED_DECODE
+        and (codes or _at_least(shape.k[2], DECODES_FROM, settings))
+    )
 
 
 # From this version on cuDNN's kernel for one query takes a mask and heads that are not repeated,
@@ -203,6 +218,8 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
     how, asked = "emulated" if is_cpu else "forced", settings.emulate or settings.force
     if asked and wanted == AUTO and _decodes(call, shape):
         return Decision(None, f"{how}, exact", decodes=True)
+    if wanted == AUTO and _gains_decoded(call, shape, settings):
+        return Decision(None, f"exact, faster than SDPA from {DECODES_FROM} keys on", decodes=True)
     names = (wanted,)
     if wanted == AUTO:
         names = ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)

@@ -21,7 +21,7 @@ def test_all_that_is_timed_computes_one_thing_and_the_table_says_how_near():
     assert errors["INT8"] < errors["E4M3"] < 0.06
     names = [x.name for x in decode.PROVIDERS]
     row = {
-        "shape": shape._asdict(), "rel_l1": errors, "times": dict.fromkeys(names, {"ms": 0.05}),
+        "part": "calls", "shape": shape._asdict(), "rel_l1": errors, "times": dict.fromkeys(names, {"ms": 0.05}),
         "speed": dict.fromkeys(names, {"x": 1.5, "x_min": 1.4, "x_max": 1.6}),
     }  # fmt: skip
     head, _, line, _, last = decode.table([row]).splitlines()
