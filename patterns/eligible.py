@@ -181,6 +181,14 @@ def _is_biased(x: Node) -> bool:
 _SCALES = re.compile(r"i?mul|i?sub|truediv|div|.*dequant.*")
 
 
+def is_of_codes(x: Node) -> bool:
+    """Whether k or v is read of a cache whose codes ``sage::decode`` can read instead, of all or some
+    of its tokens."""
+    while op_name(x) == "getitem" and isinstance(x.args[1], tuple):
+        x = x.args[0]
+    return op_name(x) == "read_kv"
+
+
 def decoded(k: Node) -> Reason | None:
     """The reason that a call which stays is slow, where k is decoded from 8-bit codes before it, as
     quantized caches do."""

@@ -24,7 +24,14 @@ from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
-from sage_inductor.patterns.graph import Emitter, GraphIndex, may_write, op_name, value_of
+from sage_inductor.patterns.graph import (
+    Emitter,
+    GraphIndex,
+    may_write,
+    op_name,
+    statically_true,
+    value_of,
+)
 from sage_inductor.patterns.shared_kv import stack, stacks
 
 aten = torch.ops.aten
@@ -47,11 +54,12 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     if decision.decodes:
         mask = emit(aten.squeeze.dim, attn_mask, 1)  # [B or 1, N_q or 1, N]
         seen = emit(torch.ops.sage.seen_range.default, mask)
-        borders = (emit(operator.getitem, seen, i) for i in range(2))
+        start, end, is_run = (emit(operator.getitem, seen, i) for i in range(3))
+        one_row_each = statically_true(value_of(mask).shape[1] == value_of(q).shape[2])
         (k, k_scale, rotated), (v, v_scale, _) = _codes(k, emit), _codes(v, emit, True)
         args = DecodeCall(
-            q, k, v, *borders, scale, k_scale, v_scale, mask, rotated=rotated,
-            out_bnhd=order != BHND,
+            q, k, v, start, end, scale, k_scale, v_scale, mask, is_run if one_row_each else None,
+            rotated=rotated, out_bnhd=order != BHND,
         )  # fmt: skip
         new = emit(torch.ops.sage.decode.default, *args)
         return put(emit(operator.getitem, new, 0))

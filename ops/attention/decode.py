@@ -55,7 +55,7 @@ def _decode_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
     K, V,  # [B, H_kv, N, D], [B, H_kv, N, D_V] in, 16-bit, INT8 or E4M3
     K_scale, V_scale,  # [B, H_kv, N] in, fp32; of codes
-    Mask,  # [B, N_q, N] in, bool
+    Mask, Is_run,  # [B, N_q, N], [B] in, bool
     Start, End,  # [B] in, int32 or int64
     O, Lse,  # [B, H_q, N_q, S, D_V], [B, H_q, N_q, S] out, fp32; log2 units
     stride_qb, stride_qh, stride_qn, stride_qd,
@@ -63,7 +63,7 @@ def _decode_kernel(
     stride_vb, stride_vh, stride_vn,
     stride_ksb, stride_ksh, stride_ksn,
     stride_vsb, stride_vsh, stride_vsn,
-    stride_mb, stride_mq, stride_mn,
+    stride_mb, stride_mq, stride_mn, stride_run,
     stride_start, stride_end,
     H_q, H_kv, N_q, N, rows, S,  # rows: H_q / H_kv * N_q
     D: tl.constexpr, D_V: tl.constexpr, SCALE: tl.constexpr,
@@ -111,6 +111,9 @@ def _decode_kernel(
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    is_run = Mask is None
+    if Is_run is not None:
+        is_run = tl.load(Is_run + b * stride_run) != 0
     BITS: tl.constexpr = 0.0 if V_scale is None else _P_BITS
     c = tl.cast(1.0 if V_scale is None else _TINY, tl.float32)
 
@@ -123,11 +126,11 @@ def _decode_kernel(
         if K_scale is not None:
             k_scale = K_scale + b * stride_ksb + h_kv * stride_ksh + at * stride_ksn
             x = x * tl.load(k_scale, mask=inside, other=0.0)[None, :]
-        if Mask is None:
-            seen = key[None, :] <= place[:, None]
-        else:
-            seen = Mask + b * stride_mb + i.to(tl.int64)[:, None] * stride_mq
-            seen = tl.load(seen + at[None, :] * stride_mn, mask=inside[None, :], other=0) != 0
+        seen = key[None, :] <= place[:, None]
+        if Mask is not None:
+            if not is_run:
+                shown = Mask + b * stride_mb + i.to(tl.int64)[:, None] * stride_mq
+                seen = tl.load(shown + at[None, :] * stride_mn, mask=inside[None, :], other=0) != 0
         if LEFT >= 0:
             seen = seen & (key[None, :] >= place[:, None] - LEFT)
         x = tl.where(seen, x, -float("inf"))
@@ -240,6 +243,7 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
         (0, 0, 0) if x is None else x.expand(B, n, N).stride()
         for x, n in ((a.k_scale, H_kv), (a.v_scale, H_kv), (a.mask, N_q))
     )
+    run_stride = (0,) if a.is_run is None else a.is_run.expand(B).stride()
     of_splits = a.q.new_empty((B, H_q, N_q, S, D_v), dtype=torch.float32)
     lse_of_splits = a.q.new_empty((B, H_q, N_q, S), dtype=torch.float32)
     if reads_words(a, gpu):
@@ -252,10 +256,10 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
     run(
         kernel,
         (B * H_kv * triton.cdiv(rows, block_m), S),
-        (a.q, a.k, a.v, a.k_scale, a.v_scale, a.mask, a.start, a.end, of_splits,
+        (a.q, a.k, a.v, a.k_scale, a.v_scale, a.mask, a.is_run, a.start, a.end, of_splits,
          lse_of_splits),
         (*a.q.stride(), *a.k.stride()[:3], *a.v.stride()[:3], *k_strides, *v_strides,
-         *mask_strides, *a.start.expand(B).stride(), *a.end.expand(B).stride(),
+         *mask_strides, *run_stride, *a.start.expand(B).stride(), *a.end.expand(B).stride(),
          H_q, H_kv, N_q, N, rows, S,  # shape
          D, D_v, a.scale, -1 if a.left is None else min(a.left, MAX_ROWS),
          rotation_scale(D) if a.rotated else 0.0, pdl,  # semantics
@@ -289,17 +293,23 @@ def _decode(a: DecodeCall) -> tuple[Tensor, Tensor]:
     return as_stored(out, a.out_bnhd), lse
 
 
-def _seen_range(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """mask [B or 1, N_q or 1, N] bool -> start and end [B or 1] for `decode`, int64: the first key
-    that any query sees and the one after the last. Where none sees any they are N and 0."""
-    seen, N = mask.any(1), mask.shape[2]
+def _seen_range(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """mask [B or 1, N_q, N] bool -> start and end [B or 1] for `decode`, int64: the first key that
+    any query sees and the one after the last. Where none sees any they are N and 0. And is_run."""
+    seen, (N_q, N) = mask.any(1), mask.shape[1:]
     key = torch.arange(N, device=mask.device)
-    return torch.where(seen, key, N).amin(1), torch.where(seen, key + 1, 0).amax(1)
+    start, end = torch.where(seen, key, N).amin(1), torch.where(seen, key + 1, 0).amax(1)
+    place = end[:, None] - N_q + torch.arange(N_q, device=mask.device)
+    run = (key >= start[:, None, None]) & (key <= place[..., None])
+    return start, end, (mask == run).flatten(1).all(1)
 
 
 seen_range = torch.library.custom_op("sage::seen_range", _seen_range, mutates_args=())
 seen_range.register_fake(
-    lambda mask: tuple(mask.new_empty(mask.shape[:1], dtype=torch.int64) for _ in range(2))
+    lambda mask: tuple(
+        mask.new_empty(mask.shape[:1], dtype=dtype)
+        for dtype in (torch.int64, torch.int64, torch.bool)
+    )
 )
 opens(seen_range, _seen_range)  # Inductor makes it once for all layers
 decode = launched_by(

@@ -115,18 +115,25 @@ def _decodes(call: Call, shape: CallShape) -> bool:
     return not old and eligible.suits_decode(call)
 
 
-# Where ``sage::decode`` was timed (bench/decode.py), and the keys from which on it won: against
-# SDPA with the mask, and heads that are not repeated.
-TIMED_DECODE, DECODES_FROM = (9, 0), 256
+# Where ``sage::decode`` was timed, against SDPA with the mask and heads that are not repeated
+# (bench/decode.py). 16 bits are faster from so many keys on, up to so many heads of k and v: with
+# 1,024 heads of 512 keys they are 11 % slower. Codes are faster everywhere.
+TIMED_DECODE, DECODES_FROM, DECODED_HEADS = (9, 0), 256, 256
 
 
-def _gains_decoded(call: Call, shape: CallShape, settings: Settings) -> bool:
-    codes = eligible.decoded(call.k) is not None
-    return (
-        _decodes(call, shape)
-        and shape.capability == TIMED_DECODE
-        and (codes or _at_least(shape.k[2], DECODES_FROM, settings))
-    )
+def _decoded(call: Call, shape: CallShape, settings: Settings) -> str:
+    """Why ``sage::decode`` computes a call; nothing if it does not."""
+    if not _decodes(call, shape):
+        return ""
+    if settings.emulate or settings.force:
+        return f"{'emulated' if shape.capability is None else 'forced'}, exact"
+    if shape.capability != TIMED_DECODE:
+        return ""
+    if eligible.is_of_codes(call.k):
+        return "exact: k and v are read as codes"
+    few = statically_true(shape.q[0] * shape.k[1] <= DECODED_HEADS)
+    long = few and _at_least(shape.k[2], DECODES_FROM, settings)
+    return f"exact, faster than SDPA from {DECODES_FROM} keys on" if long else ""
 
 
 # From this version on cuDNN's kernel for one query takes a mask and heads that are not repeated,
@@ -215,11 +222,8 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
         return Decision(None, reasons.ON_CPU())
     if settings.portable and not is_cpu and not travels():
         return Decision(None, reasons.NOT_IN_A_PACKAGE(triton.__version__))
-    how, asked = "emulated" if is_cpu else "forced", settings.emulate or settings.force
-    if asked and wanted == AUTO and _decodes(call, shape):
-        return Decision(None, f"{how}, exact", decodes=True)
-    if wanted == AUTO and _gains_decoded(call, shape, settings):
-        return Decision(None, f"exact, faster than SDPA from {DECODES_FROM} keys on", decodes=True)
+    if wanted == AUTO and (why := _decoded(call, shape, settings)):
+        return Decision(None, why, decodes=True)
     names = (wanted,)
     if wanted == AUTO:
         names = ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)
@@ -233,8 +237,8 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
             runnable.append(name)
     if not runnable:
         found = Decision(None, reasons.joined([*refused]))
-    elif asked:
-        found = Decision(runnable[0], how)
+    elif settings.emulate or settings.force:
+        found = Decision(runnable[0], "emulated" if is_cpu else "forced")
     elif shape.dtype == torch.float32 or call.out.requires_grad:
         exact = reasons.FP32() if shape.dtype == torch.float32 else reasons.EXACT_BACKWARD()
         found = Decision(None, reasons.joined([exact, *refused]))

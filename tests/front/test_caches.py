@@ -126,17 +126,19 @@ def site_of(
     requires_grad=False,
     where=((9, 0),),
     batch=1,
+    mask=None,
+    N=4096,
     **settings,
 ):
-    """The site and the SDPA node of a call with repeated heads, on tensors of a GPU. where: what
-    `gpu` is given."""
+    """The site and the node of a call with repeated heads, on tensors of a GPU. where: what `gpu` is
+    given. mask: its dtype; None: q's, which SDPA adds."""
     graph = torch.fx.Graph()
     with FakeTensorMode():
         q, keys, k = (
             torch.empty(b, heads, n, D, device="cuda", dtype=dtype)
-            for b, heads, n in ((batch, 8 * G, n_q), (1, 8, 4096), (1, 8 * G, 4096))
+            for b, heads, n in ((batch, 8 * G, n_q), (1, 8, N), (1, 8 * G, N))
         )
-        mask = torch.empty(1, 1, 1, 4096, device="cuda", dtype=torch.bool)
+        mask = torch.empty(1, 1, 1, N, device="cuda", dtype=mask or dtype)
         out = torch.empty_like(q).requires_grad_(requires_grad)
     values = {"q": q, "keys": keys, "values": keys, "mask": mask}
     nodes = {name: graph.placeholder(name) for name in values}
@@ -155,8 +157,51 @@ def site_of(
     module = torch.fx.GraphModule({}, graph)
     with gpu(*where):
         (site,) = rewrite(module, Settings(**settings))
-    (call,) = (node for node in module.graph.nodes if node.target in TARGETS)
+    targets = torch.ops.sage.decode.default, *TARGETS
+    (call,) = (node for node in module.graph.nodes if node.target in targets)
     return site, call
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {}, {"n_q": 2}, {"n_q": 16}, {"D": 256}, {"dtype": torch.float16}, {"G": 1}, {"N": 256},
+        {"where": ((9, 0), 91500)}, {"where": ((9, 0), 91900, False)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_on_hopper_few_queries_are_decoded(given):
+    site, call = site_of(**given, mask=torch.bool)
+    assert site.recipe == "decode" and site.reason == "exact, faster than SDPA from 256 keys on"
+    if given.get("G") != 1:
+        assert [str(x) for x in call.args[:3]] == ["q", "keys", "values"]
+    start, end, mask, is_run = (call.args[i] for i in (3, 4, 8, 9))
+    seen = start.args[0]
+    assert seen.target is torch.ops.sage.seen_range.default and seen.args == (mask,)
+    assert [x.args[1] for x in (start, end)] == [0, 1]
+    if given.get("n_q", 1) == 1:
+        assert is_run.args == (seen, 2)
+    else:
+        assert is_run is None  # one row of the mask for all queries is no run of each
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"n_q": 17}, {"where": ((8, 9),)}, {"where": ((10, 0),)}, {"dtype": torch.float32},
+        {"requires_grad": True}, {"recipe": "off"}, {"N": 255}, {"recipe": "sage2-8b"}, {"D": 72},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_others_are_not_decoded(given):
+    site, call = site_of(**given, mask=torch.bool)
+    assert site.recipe is None and call.target in TARGETS
+
+
+def test_many_heads_of_few_keys_are_not_decoded():
+    """The cache of the test is one for all batches: it counts as often as it is read."""
+    for batch, recipe in ((32, "decode"), (33, None)):
+        assert site_of(batch=batch, mask=torch.bool, N=512)[0].recipe == recipe
 
 
 def test_on_hopper_one_query_reads_the_heads_as_they_are():
@@ -285,12 +330,11 @@ def steps(cache: str, queries: int = 1, dtype=torch.bfloat16):
 @pytest.mark.models
 @pytest.mark.parametrize("queries, where", [(1, [(8, 9)]), (16, [(9, 0)]), (1, [(9, 0), 91500])])
 def test_a_static_cache_of_which_heads_are_copied_says_so_and_names_the_switch(queries, where):
+    """Its 64 keys are too few to be decoded."""
+    untimed = f"; {reasons.DECODE_UNTIMED(queries)}" if where[0] == (8, 9) else ""
     for site in sites_on_a_gpu(steps("static", queries), *where):
         copies = f"2 heads of k and v are copied to 4 at each call, for N_q={queries}"
-        assert (
-            site.reason == f"{copies}; {SHORT}; {reasons.DECODE_UNTIMED(queries)}"
-            and site.k == (1, 2, 64, 16)
-        )
+        assert site.reason == f"{copies}; {SHORT}{untimed}" and site.k == (1, 2, 64, 16)
         (told,) = remedies([site])
         assert told.startswith("heads of k and v are copied: in transformers TRANSFORMERS_SDPA_")
 

@@ -97,10 +97,18 @@ def decoded(monkeypatch):
 
 
 def check_alike(found, expected, dtype) -> None:
-    """Tokens, and logits within the rounding of p, q and out, which grows from layer to layer."""
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    for x, y in zip(found.logits, expected.logits, strict=True):
-        assert support.relative_l2(x, y) < 8 * torch.finfo(dtype).eps
+    """Logits within the rounding of p, q and out, which grows from layer to layer, and the tokens, up
+    to one whose logit is as near to another's. From there on a sequence is another."""
+    near = 8 * torch.finfo(dtype).eps
+    for b in range(len(expected.logits[0])):
+        for x, y in zip((x[b] for x in found.logits), (y[b] for y in expected.logits), strict=True):
+            assert support.relative_l2(x, y) < near
+            if x.argmax() != y.argmax():
+                first, second = y.topk(2).values
+                assert first - second <= near * y.abs().max()
+                break
+        else:
+            assert found.sequences[b].tolist() == expected.sequences[b].tolist()
 
 
 # -- whole models ----
@@ -371,10 +379,10 @@ def test_which_reads_are_of_codes(case, decoded):
     torch.testing.assert_close(found, expected, rtol=4e-3, atol=8e-3)
 
 
-@pytest.mark.parametrize("force", [True, False])
-def test_on_a_gpu_codes_are_read_where_that_is_forced(force):
+@pytest.mark.parametrize("force, capability", [(True, (8, 9)), (False, (8, 9)), (False, (9, 0))])
+def test_on_a_gpu_codes_are_read_where_that_is_forced_or_was_timed(force, capability):
     with FakeTensorMode(), contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(gpus, "capability", lambda device: (9, 0)))
+        stack.enter_context(mock.patch.object(gpus, "capability", lambda device: capability))
         stack.enter_context(mock.patch.object(tables, "gpu_name", lambda device: "NVIDIA Test"))
         empty = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="cuda")  # noqa: E731
         values = {
@@ -398,7 +406,8 @@ def test_on_a_gpu_codes_are_read_where_that_is_forced(force):
         gm = torch.fx.GraphModule({}, graph)
         (site,) = rewrite(gm, Settings(force=force))
     (decode,) = [n for n in gm.graph.nodes if n.target is torch.ops.sage.decode.default] or [None]
-    if force:
+    if force or capability == (9, 0):
+        assert site.reason == ("forced, exact" if force else "exact: k and v are read as codes")
         assert site.recipe == "decode" and decode.args[1:3] == (nodes["codes"],) * 2
         assert decode.args[6:8] == (nodes["scale"],) * 2
     else:
@@ -449,7 +458,7 @@ def test_the_error_of_attention_is_small(name):
     exact = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
     layer, border = cache.layers[0], torch.tensor([0, LONG])[:, None]
     of_cache = layer.keys, layer.values, *border, D**-0.5, layer.key_scale, layer.value_scale
-    of_codes, _ = decode(q, *of_cache, torch.ones(1, 1, LONG).bool(), None, True, False)
+    of_codes, _ = decode(q, *of_cache, torch.ones(1, 1, LONG).bool(), None, None, True, False)
     of_numbers = F.scaled_dot_product_attention(*(x.double() for x in (q, *numbers)))
     errors = [support.relative_l1(x, exact) for x in (of_codes, of_numbers)]
     assert max(errors) < 0.02

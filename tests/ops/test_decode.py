@@ -27,6 +27,7 @@ from sage_inductor.ops.attention.decode import (
     launch,
     plan,
     reads_words,
+    seen_range,
 )
 from sage_inductor.ops.decode_call import BLOCK_N, CODES, DecodeCall
 from sage_inductor.ops.formats import OF_HALF
@@ -67,14 +68,20 @@ def drawn(seed: int, runner) -> Draw:
     v, v_scale = cache(rng, (B, H_kv, N, D_v), kinds, device)
     start, end = borders(rng, B, N, N_q, device)
     mask = masks(rng, B, N_q, N, device) if rng.random() < 0.4 else None
+    is_run = None
+    if mask is not None and rng.random() < 0.5:  # as a static cache shows it, at times with holes
+        mask = run_of(start.expand(B), end.expand(B), N_q, N)
+        for b in range(B):
+            mask[b, -1, rng.randrange(N)] ^= rng.random() < 0.3
+        start, end, is_run = seen_range(mask)
     left = (
         None
         if mask is not None
         else rng.choice((None, None, None, None, 0, 63, 64, 100, 200, 2**30))
     )
     call = DecodeCall(
-        q, k, v, start, end, rng.choice((D**-0.5, 0.05, -0.2)), k_scale, v_scale, mask, left,
-        rotated, rng.random() < 0.5,
+        q, k, v, start, end, rng.choice((D**-0.5, 0.05, -0.2)), k_scale, v_scale, mask, is_run,
+        left, rotated, rng.random() < 0.5,
     )  # fmt: skip
     return Draw(poisoned(call), rng.choice((1, 2, 3, 5, 64)) * B * H_kv // 2)
 
@@ -102,6 +109,13 @@ def cache(rng, shape: tuple, kinds: tuple, device) -> tuple[Tensor, Tensor | Non
     if rng.random() < 0.5:  # [B, N, H, D] order, with more beside it
         return x[..., first : first + D].transpose(1, 2)[:, :, :N], scale
     return x[..., :D].transpose(1, 2).contiguous()[:, :, :N], scale
+
+
+def run_of(start: Tensor, end: Tensor, N_q: int, N: int) -> Tensor:
+    """bool [B, N_q, N]: each query sees the keys from start to its own place."""
+    key, i = (torch.arange(n, device=start.device) for n in (N, N_q))
+    place = end.clamp(0, N)[:, None, None] - N_q + i[:, None]
+    return (key >= start[:, None, None]) & (key <= place)
 
 
 def masks(rng, B: int, N_q: int, N: int, device) -> Tensor:
@@ -227,7 +241,7 @@ def test_what_there_is_is_split_evenly(left, N_q):
         given.append(tensors)
         support.run(kernel, grid, tensors, numbers, **options)
 
-    for x, y in zip(launch(run, gpu := gpus.Gpu((9, 0), 18), a), by_hand(a)):
+    for x, y in zip(launch(run, gpu := gpus.Gpu((8, 9), 18), a), by_hand(a)):
         assert_close(x.double(), y, rtol=2e-3, atol=2e-3)
     launch(run, gpu, a._replace(k=torch.zeros_like(a.k)))
     splits = given[2][-1][:, 0, -1].exp2().round()  # of the last query
@@ -245,7 +259,7 @@ def test_lse_gets_what_was_taken_off_k_by_an_op_of_its_own(runner):
     """A cache holds k less an anchor: attention is the same, lse is not."""
     a = DecodeCall(*(x.to(runner.device) if isinstance(x, Tensor) else x for x in call_of()))
     anchor = torch.randn(2, 2, 64, device=runner.device).half()
-    whole = launch(support.run, gpu := gpus.Gpu((9, 0), 8), a)
+    whole = launch(support.run, gpu := gpus.Gpu((8, 9), 8), a)
     out, lse = launch(support.run, gpu, a._replace(k=a.k - anchor[:, :, None]))
     (lse,) = unsmoothed_lse(lse, a.q, anchor.float(), a.scale)
     assert_close(out, whole[0], rtol=1e-2, atol=1e-2)

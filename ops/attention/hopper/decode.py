@@ -104,7 +104,7 @@ def decode_codes_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit
     K, V,  # [B, H_kv, N, D], [B, H_kv, N, D_V] in, INT8 or E4M3
     K_scale, V_scale,  # [B, H_kv, N] in, fp32
-    Mask,  # [B, N_q, N] in, bool
+    Mask, Is_run,  # [B, N_q, N], [B] in, bool
     Start, End,  # [B] in, int32 or int64
     O, Lse,  # [B, H_q, N_q, S, D_V], [B, H_q, N_q, S] out, fp32; log2 units
     stride_qb, stride_qh, stride_qn, stride_qd,  # the last is 1
@@ -112,7 +112,7 @@ def decode_codes_kernel(
     stride_vb, stride_vh, STRIDE_V: gl.constexpr,
     stride_ksb, stride_ksh, stride_ksn,
     stride_vsb, stride_vsh, stride_vsn,
-    stride_mb, stride_mq, stride_mn,
+    stride_mb, stride_mq, stride_mn, stride_run,
     stride_start, stride_end,
     H_q, H_kv, N_q, N, rows, S,  # rows: H_q / H_kv * N_q
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr,
@@ -194,6 +194,9 @@ def decode_codes_kernel(
     o0 = gl.zeros([WAYS, W_V, R], gl.float32, L)
     o1, o2, o3 = o0, o0, o0
 
+    is_run = Mask is None
+    if Is_run is not None:
+        is_run = gl.load(Is_run + b * stride_run) != 0
     stage = 0
     for first in range(begin, stop, STEP):
         async_copy.wait_group(STAGES - 2)
@@ -210,9 +213,11 @@ def decode_codes_kernel(
         key = gl.expand_dims(first + n, 2)  # [WAYS, BLOCK_N, 1]
         seen = key <= gl.expand_dims(place, 1)
         if Mask is not None:
-            at = Mask + b * stride_mb + gl.expand_dims(i.to(gl.int64), 1) * stride_mq
-            at = at + key.to(gl.int64) * stride_mn
-            seen = gl.load(at, mask=(key < stop) & gl.expand_dims(row < rows, 1), other=0) != 0
+            if not is_run:
+                at = Mask + b * stride_mb + gl.expand_dims(i.to(gl.int64), 1) * stride_mq
+                at = at + key.to(gl.int64) * stride_mn
+                there = (key < stop) & gl.expand_dims(row < rows, 1)
+                seen = gl.load(at, mask=there, other=0) != 0
         seen = seen & (key < stop)
         if LEFT >= 0:
             seen = seen & (key >= gl.expand_dims(place - LEFT, 1))
