@@ -28,6 +28,7 @@ from bench import (
     attention,
     comfyui,
     curves,
+    decode,
     decoding,
     figures,
     fusion,
@@ -56,7 +57,7 @@ ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
-    "sparse", "linear", "lists", "selected", "whole", "beside", "decoding", "comfyui",
+    "sparse", "linear", "lists", "selected", "whole", "beside", "decode", "decoding", "comfyui",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -354,6 +355,7 @@ TABLES = {
     "blocks": blocks_in_short,
     "curves": sections(curves.TITLES, trained_section),
     "comfyui": of("comfyui", comfyui.table),
+    "decode": of("decode", decode.table),
     "decoding": of("decoding", decoding.table),
     "host": of("parallel-host", parallel.table),
     "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),

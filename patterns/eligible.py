@@ -182,7 +182,7 @@ _SCALES = re.compile(r"i?mul|i?sub|truediv|div|.*dequant.*")
 
 
 def is_of_codes(x: Node) -> bool:
-    """Whether k or v is all of a cache, or some of its tokens, whose codes ``sage::decode`` reads."""
+    """Whether k or v is all of a cache, or some of its tokens, of which codes can be read."""
     while op_name(x) == "getitem" and isinstance(x.args[1], tuple):
         x = x.args[0]
     return op_name(x) == "read_kv"

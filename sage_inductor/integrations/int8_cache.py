@@ -27,8 +27,8 @@ class Int8Cache(StaticCache):
     head. Masks are not known there, so padding is among them; any mean is exact, but for rounding.
 
     Eager code and every compiler compute with the numbers that the codes stand for. Under
-    ``backend="sage"`` with ``sage.force`` or ``sage.emulate``, attention of up to 16 queries reads
-    the codes. ``reset()`` empties the cache for another text. A new cache makes compiled code
+    ``backend="sage"`` attention of up to 16 queries reads the codes: on Hopper, where that was
+    timed, or with ``sage.force`` or ``sage.emulate``. ``reset()`` empties the cache for another text. A new cache makes compiled code
     compile again.
 
     Raises ValueError for a max_cache_len below 1 and for offloading; with the first keys for a
