@@ -116,8 +116,8 @@ def _decodes(call: Call, shape: CallShape) -> bool:
 
 
 # Where ``sage::decode`` was timed, against SDPA with the mask and heads that are not repeated
-# (bench/decode.py). It is faster from so many keys on; in 16 bits one query is, up to so many heads
-# of k and v: with 256 heads of 1,024 keys it is 3 % slower, with 1,024 of 512 keys 12 %.
+# (bench/decode.py): from how many keys on it is faster, and for one query in 16 bits up to how many
+# heads of k and v. With 256 heads of 1,024 keys it is 3 % slower, with 1,024 of 512 keys 12 %.
 TIMED_DECODE, DECODES_FROM, DECODED_HEADS = (9, 0), 256, 128
 
 
