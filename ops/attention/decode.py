@@ -44,7 +44,7 @@ _UP, _P_BITS = tl.constexpr(UP), tl.constexpr(P_BITS)
 PROGRAMS = 2
 MOST = 128  # splits. With one head of k at 32K keys, 264 took 17.6 us and 132 14.1
 BLOCK_S = 64  # splits that are combined at once: 16 took 1.9 us more at 8K keys
-# Of hopper/decode.py: head_dims, keys of a warp in a tile and the fewest of a split; by the rows
+# For hopper/decode.py: head_dims, keys of a warp in a tile and the fewest of a split; by the rows
 # that share a head of k, stages of its rings, programs a processor and registers.
 HEAD_DIMS_OF_WORDS, KEYS_OF_WARP, WARPS, FEWEST = (64, 128), 32, 4, 256
 OF_WORDS = {8: (2, 3, 168), 16: (3, 2, 255)}
