@@ -68,8 +68,6 @@ def ordered(x: Tensor, perm: Tensor | None) -> Tensor:
 
 
 def placed(recipe: Recipe) -> str:
-    """How a recipe's kernels follow `perm`."""
-    copies = "q, k" * recipe.of_qk.smooths_q + "v" * (recipe.of_pv.dtype is None)
-    if copies:
-        return f"cubes: rows are read and stored in place, {copies} copied in their order as well"
-    return "cubes: rows are read and stored in place, none is copied"
+    """How a recipe's kernels follow `perm`, as the report says it."""
+    copied = ["q", "k"] * recipe.of_qk.smooths_q + ["v"] * (recipe.of_pv.dtype is None)
+    return f"in cubes, for which its kernels copy {' and '.join(copied) or 'nothing'}"
