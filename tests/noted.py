@@ -146,7 +146,8 @@ def prepared_call(recipe: str, **given) -> AttentionCall:
     call = sdpa_call(recipe, **given).of_seen_keys()
     r, (q, k, v) = NAMED[recipe], call[:3]
     seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks)
-    prepared, last = of_sdpa.prepare(k, v, seen, r), (call.out_bnhd, call.warpgroups)
+    prepared = of_sdpa.prepare(k, v, seen, r, call.perm)
+    last = call.out_bnhd, call.warpgroups, call.perm
     return of_sdpa.attention_call(q, k, v, prepared, seen, call.scale, r, *last)
 
 
