@@ -16,7 +16,6 @@ from sage_inductor.ops.attention import nvfp4, tiles, triton
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, as_stored, schema_of
 from sage_inductor.ops.call_shape import CallShape
-from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.recipe import Recipe
@@ -128,8 +127,7 @@ def _attention(a: AttentionCall) -> list[Tensor]:
     """
     more = []
     if a.k_scale is None:
-        k, v = ordered(a.k, a.perm), ordered(a.v, a.perm)
-        prepared = quantize.quantize_kv(k, v, a.visible, a.decoded)
+        prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded, a.perm)
         a, more = a.with_prepared(prepared), [prepared.k_mean]
     a = a.without_idle_bounds()
     tile = select(None, a.decoded, a.head_dim, a.attn_mask is not None, a.blocks.size)

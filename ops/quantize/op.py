@@ -36,8 +36,7 @@ def quantize_kv(
     k: Tensor, v: Tensor, visible: Tensor | None, recipe: str, perm: Tensor | None = None
 ) -> list[Tensor]:
     """`launch_prepare`: Prepared.tensors()."""
-    k, v = ordered(k, perm), ordered(v, perm)
-    return reference.quantize_kv(k, v, visible, decode(recipe)).tensors()
+    return reference.quantize_kv(k, v, visible, decode(recipe), perm).tensors()
 
 
 def launch_prepare(
