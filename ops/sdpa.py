@@ -86,7 +86,7 @@ class SdpaCall(NamedTuple):
         attn_mask: Tensor | None = None, band: Band = FULL, **others,
     ) -> "SdpaCall":  # fmt: skip
         """A call without what is not given."""
-        usual = dict(warpgroups=None, out_bnhd=False, portable=False, prepared=[])
+        usual: dict = dict(warpgroups=None, out_bnhd=False, portable=False, prepared=[])
         left, right, bottom_right = band
         return cls(
             q=q, k=k, v=v, scale=scale, recipe=recipe, attn_mask=attn_mask, left=left, right=right,
@@ -192,7 +192,7 @@ def check(call: SdpaCall) -> None:
     if call.blocks.size is not None:
         _check_blocks(call.blocks, q)
     if call.perm is not None:
-        _check_perm(call)
+        _check_perm(call, call.perm)
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)
         len(prepared) == n or _refuse(f"prepared must be empty or {n} tensors, got {len(prepared)}")
@@ -219,8 +219,8 @@ def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
         rows >= q.shape[2] or _refuse(f"block lists must be for {q.shape[2]} queries, got {rows}")
 
 
-def _check_perm(call: SdpaCall) -> None:
-    perm, n_q, n_kv = call.perm, call.q.shape[2], call.k.shape[2]
+def _check_perm(call: SdpaCall, perm: Tensor) -> None:
+    n_q, n_kv = call.q.shape[2], call.k.shape[2]
     others = call.attn_mask is not None or call.band[:2] != (None, None) or call.prepared
     (call.blocks.size is not None and not others) or _refuse(
         "perm goes with block lists, without attn_mask, band and prepared"

@@ -209,7 +209,7 @@ KEEP_WITHOUT_LSE = Cause("blocks are selected where no logsumexp is returned", *
 LAYOUT = Cause("layout {} must be of {} tokens, with dense_first and dense_last, got {}",
     "give the frames, rows and columns that attention gets, and other tokens as dense_first and "
     "dense_last; compile with static lengths, or give the rule a length of one number, [N, N]",
-    "layout is not of so many tokens")
+    "the layout has another number of tokens")
 
 # -- who makes the call (sdpa.py, modules.py, sdpa_backends.py, flex.py) ----
 

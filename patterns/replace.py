@@ -103,7 +103,7 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     put(first)
 
 
-def _order(call: Call, keep: Selection) -> tuple[Node, ...]:
+def _order(call: Call, keep: Selection) -> tuple:
     """(the order of a layout's tokens,), which all calls of a graph with that layout share; () for
     tokens that stay as they come."""
     if keep.layout is None:

@@ -388,7 +388,8 @@ def _field(name: str, value):
 def _keep(value) -> Selection:
     fields = value if isinstance(value, dict) else {"top_k": value}
     _check_keys(fields, Selection._fields, ())
-    keep = Selection(**fields | {x: _box(x, fields) for x in ("layout", "cube") if x in fields})
+    boxes = {name: _box(name, fields) for name in ("layout", "cube") if name in fields}
+    keep = Selection(**fields)._replace(**boxes)
     valid = all(is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in keep[:3])
     valid = valid and keep[:2] != (0, 0) and all(is_integer(x, 0) for x in keep[3:5])
     what = f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "

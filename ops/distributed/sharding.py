@@ -144,7 +144,7 @@ def _broadcast(x):
 
 
 def _whole(dim: int) -> Replicate:
-    """Of an order of tokens, which is one for all heads."""
+    """The placement of an order of tokens: one for all heads."""
     return Replicate()
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK
-from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.reference.quantize import (
     divide,
@@ -35,8 +34,9 @@ def attention(
     queries, n]: the n blocks of block_n keys that each tile reads, in their order, as 4 j + code;
     the code is the Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists."""
     if a.perm is not None:
-        a, perm = a._replace(q=ordered(a.q, a.perm), perm=None), a.perm
-        return tuple(x.index_copy(2, perm.long(), x) for x in attention(a, block_n, walk))
+        in_order = a._replace(q=a.q.index_select(2, a.perm), perm=None)
+        (out, lse), place = attention(in_order, block_n, walk), a.perm.long()
+        return out.index_copy(2, place, out), lse.index_copy(2, place, lse)
     if a.decoded.of_qk.block_scaled:
         return _block_scaled(a, block_n)
     q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv
