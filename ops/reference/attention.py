@@ -35,8 +35,8 @@ def attention(
     the code is the Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists."""
     if a.perm is not None:
         in_order = a._replace(q=a.q.index_select(2, a.perm), perm=None)
-        (out, lse), place = attention(in_order, block_n, walk), a.perm.long()
-        return out.index_copy(2, place, out), lse.index_copy(2, place, lse)
+        (out, lse), back = attention(in_order, block_n, walk), a.perm.argsort()
+        return out.index_select(2, back), lse.index_select(2, back)
     if a.decoded.of_qk.block_scaled:
         return _block_scaled(a, block_n)
     q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv
