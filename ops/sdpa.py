@@ -75,10 +75,8 @@ class SdpaCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
-    perm: Tensor | None = (
-        None  # int32 [N], a permutation: token perm[i] of q, k and v is the i-th of
-    )
-    # the lists' blocks (layout.py). out and lse are in q's own order
+    perm: Tensor | None = None  # int32 [N], a permutation: token perm[i] is the i-th of the lists'
+    # blocks (layout.py). q, k, v, out and lse are in their own order
 
     @classmethod
     def of(

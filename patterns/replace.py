@@ -21,18 +21,12 @@ from sage_inductor.ops.decode_call import DecodeCall
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.symbols import equal
 from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
-from sage_inductor.patterns.graph import (
-    Emitter,
-    GraphIndex,
-    may_write,
-    op_name,
-    statically_true,
-    value_of,
-)
+from sage_inductor.patterns.graph import Emitter, GraphIndex, may_write, op_name, value_of
 from sage_inductor.patterns.shared_kv import stack, stacks
 
 aten = torch.ops.aten
@@ -112,7 +106,7 @@ def _order(call: Call, keep: Selection) -> tuple:
     args = list(keep.layout), list(keep.cube), keep.dense_first
     for node in emit.anchor.graph.find_nodes(op="call_function", target=op):
         first = value_of(node.args[0])
-        alike = first.device == q.device and statically_true(first.shape[2] == q.shape[2])
+        alike = first.device == q.device and equal(first.shape[2:3], q.shape[2:3])
         if node.args[1:] == args and alike and node < emit.anchor:
             return (node,)
     return (emit(op, call.q, *args),)
