@@ -2,6 +2,7 @@
 
 $ python bench/lists.py          # on a GPU about two minutes
 $ python bench/lists.py --json   # and bench/results/GPU/DATE-lists.json
+$ python bench/lists.py --layout # tokens of a video in cubes of 4 x 4 x 4: less than a minute
 
 Every block of keys is named with the same probability, by every block of queries of every head on
 its own, and the one on the diagonal always. Without a probability: blocks of 64 tokens of a video,
@@ -14,10 +15,21 @@ those near in time, height and width, and 5 % of the others, as NABLA names them
     density  the share of blocks that the lists name
     per work dense's ms * density / lists' ms: 1, if time went with what is computed
 
-But for "op", k and v are quantized beforehand. Shapes: B = 1, H heads, N tokens, head_dim D.
+But for "op", k and v are quantized beforehand.
+
+--layout, of a video of Wan, with lists as sage::select_blocks makes them, and q, k and v stored as
+[B, N, H, D]. Each of the call ("op"), the kernel alone ("lists"), the preparation of k and v, and
+the selection of blocks is timed
+
+    rows      in the order in which tokens come
+    cubes     in the order of cubes, which kernels follow
+    gathered  in that order by copies of q, k and v, and of out (the call alone)
+
+Shapes: B = 1, H heads, N tokens, head_dim D.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,6 +45,7 @@ from bench.tables import markdown, show
 from sage_inductor.ops.attention.select import attention, hopper_tile
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import attention_call, prepare
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 H = 24
@@ -65,9 +78,18 @@ RECIPE = "sage2-8b-per-token"
 
 
 def main(argv=None) -> int:
-    args = harness.parser(__doc__, rounds=4, target_ms=60.0).parse_args(argv)
+    parser = harness.parser(__doc__, rounds=4, target_ms=60.0)
+    parser.add_argument("--layout", action="store_true", help="a video's tokens in cubes")
+    args = parser.parse_args(argv)
     device = harness.gpu(args)
     torch.manual_seed(0)
+    if args.layout:
+        method = f"1 batch, {H} heads, bf16, {RECIPE}; medians of {args.rounds} rounds, in turns"
+        result = harness.Result("layout", method, args)
+        for density in (0.3, 0.1):
+            result.add([measure_layout(density, device, args.rounds, args.target_ms)])
+            show(table_of_layout(result["rows"][-1:]))
+        return result.end()
     method = (
         f"1 batch, {H} heads, bf16, {RECIPE}; median of {args.rounds} rounds of "
         f"{args.target_ms:g} ms of CUDA graphs, in turns; time by work: the dense kernel's on the "
@@ -166,13 +188,13 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     return row
 
 
-def by_op(visibility: Visibility) -> Callable:
+def by_op(visibility: Visibility, perm: Tensor | None = None) -> Callable:
     recipe = NAMED[RECIPE]
 
     def call(q, k, v):
-        prepared = prepare(k, v, visibility, recipe)
-        scale = q.shape[3] ** -0.5
-        return attention(*attention_call(q, k, v, prepared, visibility, scale, recipe))[0]
+        prepared = prepare(k, v, visibility, recipe, perm)
+        given = prepared, visibility, q.shape[3] ** -0.5, recipe
+        return attention(*attention_call(q, k, v, *given, perm=perm))[0]
 
     return call
 
@@ -196,6 +218,71 @@ def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size) ->
     seen = blocks[0, -1, rows // size[0]].repeat_interleave(size[1], 1)[:, : s.shape[1]]
     exact = s.masked_fill(~seen, float("-inf")).softmax(-1) @ v[0, -1].double()
     return relative_l1(out[0, -1, rows], exact)
+
+
+# -- the order of a video's tokens ----
+
+VIDEO = 21, 45, 80
+
+
+def measure_layout(density: float, device, rounds: int, target_ms: float, video=VIDEO) -> dict:
+    N, recipe = math.prod(video), NAMED[RECIPE]
+    q, k, v = (
+        torch.randn(1, N, H, 128, device=device, dtype=torch.bfloat16).transpose(1, 2)
+        for _ in range(3)
+    )
+    perm = torch.ops.sage.cube_order(q, video, [4, 4, 4], 0)
+    blocks = named(Setup(N, *BLOCK_SIZE, density, False), device)
+    visibility = Visibility(blocks=lists_of(blocks, *BLOCK_SIZE))
+    back = torch.empty_like(perm).index_copy_(0, perm.long(), torch.arange(N, device=device).int())
+
+    def gathered(q, k, v):
+        out = by_op(visibility)(*(x.index_select(2, perm) for x in (q, k, v)))
+        return out.index_select(2, back)
+
+    def selected(q, k, v, *order):
+        selection = Selection(density, similarity=0.0)
+        return torch.ops.sage.select_blocks(q, k, 0.1, *selection.ranked, *BLOCK_SIZE, *order)[1]
+
+    providers = {"op, gathered": Provider("gathered", gathered)}
+    for name, order in (("rows", None), ("cubes", perm)):
+        a = attention_call(
+            q, k, v, prepare(k, v, visibility, recipe, order), visibility, 128**-0.5, recipe,
+            perm=order,
+        )  # fmt: skip
+        calls = {
+            "op": (by_op(visibility, order), None),
+            "lists": (lambda *a: attention(*a)[0], a),
+            "preparation": (lambda q, k, v, p=order: prepare(k, v, visibility, recipe, p).k, None),
+            "selection": (lambda q, k, v, p=order: selected(q, k, v, p), None),
+        }
+        for part, (call, given) in calls.items():
+            prepared = (lambda *_, a=given: a) if given else (lambda *inputs: inputs)
+            providers[f"{part}, {name}"] = Provider(part, call, prepared)
+    runners = {name: Runner(each, [(q, k, v)]) for name, each in providers.items()}
+    same = "op, gathered", "op, cubes", "lists, cubes"
+    outs = [runners[name].output() for name in same]
+    if not all(torch.equal(outs[0], x) for x in outs):
+        sys.exit("wrong: by its order a call is not what it is by copies")
+    times = interleave(runners, rounds, target_ms)
+    found = {name: summary(each) for name, each in times.items()}
+    return {"plan": "layout", "video": video, "density": blocks.float().mean().item(),
+            "times": found}  # fmt: skip
+
+
+def table_of_layout(rows: list[dict]) -> str:
+    lines = [["video", "listed", "", "rows, ms", "cubes", "cubes / rows", "gathered / rows"]]
+    for row in rows:
+        ms = {name: each["ms"] for name, each in row["times"].items()}
+        for part in ("op", "lists", "preparation", "selection"):
+            rows_ms, gathered = ms[f"{part}, rows"], ms.get(f"{part}, gathered")
+            lines.append([
+                " x ".join(map(str, row["video"])), f"{row['density']:.0%}", part,
+                f"{rows_ms:.3f}", f"{ms[f'{part}, cubes']:.3f}",
+                f"{ms[f'{part}, cubes'] / rows_ms:.4f}",
+                f"{gathered / rows_ms:.4f}" if gathered else "",
+            ])  # fmt: skip
+    return markdown(lines)
 
 
 if __name__ == "__main__":

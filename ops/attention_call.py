@@ -47,6 +47,8 @@ class AttentionCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
+    perm: Tensor | None = None  # SdpaCall's: how q is read, out and lse are stored, and what the op
+    # prepares of k and v is read. All else comes in that order, v in 16 bits, too
 
     def with_prepared(self, p: Prepared) -> "AttentionCall":
         of_kernels = p._replace(v=self.v if p.v is None else p.v)._asdict()
@@ -57,13 +59,13 @@ class AttentionCall(NamedTuple):
     def of(
         cls, q: Tensor, prepared: Prepared, v_16bit: Tensor, visibility: Visibility, scale: float,
         n_kv: int, recipe: Recipe, out_bnhd: bool = False, of_q: tuple = (None, None),
-        visible: Tensor | None = None, warpgroups: int | None = None,
+        visible: Tensor | None = None, warpgroups: int | None = None, perm: Tensor | None = None,
     ) -> "AttentionCall":  # fmt: skip
         p = prepared
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
             out_bnhd, *visibility[:2], *visibility.band, p.v_scale, p.v_mean, p.k_blocks,
-            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks,
+            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks, perm=perm,
         )  # fmt: skip
 
     @property
@@ -85,7 +87,8 @@ class AttentionCall(NamedTuple):
 
     @property
     def blocks(self) -> BlockLists:
-        return BlockLists(*self[-len(BlockLists._fields) :])
+        at = self._fields.index(BlockLists._fields[0])
+        return BlockLists(*self[at : at + len(BlockLists._fields)])
 
     @property
     def scale_of_codes(self) -> float:

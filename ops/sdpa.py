@@ -29,6 +29,7 @@ from sage_inductor.ops.attention.select import attention, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, Prepared
+from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
@@ -74,6 +75,8 @@ class SdpaCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
+    perm: Tensor | None = None  # int32 [N], a permutation: token perm[i] is the i-th of the lists'
+    # blocks (layout.py). q, k, v, out and lse are in their own order
 
     @classmethod
     def of(
@@ -81,7 +84,7 @@ class SdpaCall(NamedTuple):
         attn_mask: Tensor | None = None, band: Band = FULL, **others,
     ) -> "SdpaCall":  # fmt: skip
         """A call without what is not given."""
-        usual = dict(warpgroups=None, out_bnhd=False, portable=False, prepared=[])
+        usual: dict = dict(warpgroups=None, out_bnhd=False, portable=False, prepared=[])
         left, right, bottom_right = band
         return cls(
             q=q, k=k, v=v, scale=scale, recipe=recipe, attn_mask=attn_mask, left=left, right=right,
@@ -90,7 +93,8 @@ class SdpaCall(NamedTuple):
 
     @property
     def blocks(self) -> BlockLists:
-        return BlockLists(*self[-len(BlockLists._fields) :])
+        at = self._fields.index(BlockLists._fields[0])
+        return BlockLists(*self[at : at + len(BlockLists._fields)])
 
     @property
     def band(self) -> Band:
@@ -185,6 +189,8 @@ def check(call: SdpaCall) -> None:
     math.isfinite(scale) or _refuse(f"scale must be finite, got {scale}")
     if call.blocks.size is not None:
         _check_blocks(call.blocks, q)
+    if call.perm is not None:
+        _check_perm(call, call.perm)
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)
         len(prepared) == n or _refuse(f"prepared must be empty or {n} tensors, got {len(prepared)}")
@@ -211,6 +217,23 @@ def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
         rows >= q.shape[2] or _refuse(f"block lists must be for {q.shape[2]} queries, got {rows}")
 
 
+def _check_perm(call: SdpaCall, perm: Tensor) -> None:
+    n_q, n_kv = call.q.shape[2], call.k.shape[2]
+    others = call.attn_mask is not None or call.band[:2] != (None, None) or call.prepared
+    (call.blocks.size is not None and not others) or _refuse(
+        "perm goes with block lists, without attn_mask, band and prepared"
+    )
+    n_q == n_kv or _refuse(f"with perm q and k must have one length, got {n_q} and {n_kv}")
+    if perm.dtype != torch.int32:
+        raise TypeError(f"sage::sdpa: perm must be int32, got {perm.dtype}")
+    (perm.dim() == 1 and perm.shape[0] == n_q and perm.is_contiguous()) or _refuse(
+        f"perm must be contiguous [{n_q}], got {[*perm.shape]} of strides {[*perm.stride()]}"
+    )
+    perm.device == call.q.device or _refuse(
+        f"perm must be on q's device {call.q.device}, got {perm.device}"
+    )
+
+
 def _refuse(message: str) -> None:
     raise ValueError(f"sage::sdpa: {message}")
 
@@ -231,8 +254,8 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
     if call.prepared:
         prepared = Prepared(*call.prepared)
     elif recipe.of_qk.smooths_q or compat.folds_constants():
-        prepared = prepare(k, v, seen, recipe)
-    how = call.scale, recipe, call.out_bnhd, call.warpgroups
+        prepared = prepare(k, v, seen, recipe, call.perm)
+    how = call.scale, recipe, call.out_bnhd, call.warpgroups, call.perm
     found = attention(*attention_call(q, k, v, prepared, seen, *how))
     return (*found, prepared.k_mean) if prepared else tuple(found)
 
@@ -240,6 +263,7 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
 def attention_call(
     q: Tensor, k: Tensor, v: Tensor, prepared: Prepared | None, visibility: Visibility,
     scale: float, recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
+    perm: Tensor | None = None,
 ) -> AttentionCall:  # fmt: skip
     """What the attention op takes: with q's means where q is smoothed, and v itself, in 16 bits,
     where v is not quantized. prepared None: the op prepares k and v."""
@@ -247,12 +271,14 @@ def attention_call(
     if prepared is None:
         prepared, visible = Prepared(k, None, None), visibility.keys(k)
     elif recipe.of_qk.smooths_q:
-        of_q = smooth_q(q, k, prepared.k_mean, visibility.keys(k))
-    if recipe.of_pv.dtype is None and v.dtype == torch.float32:
-        v = v.bfloat16()
+        ordered_q, ordered_k = ordered(q, perm), ordered(k, perm)
+        of_q = smooth_q(ordered_q, ordered_k, prepared.k_mean, visibility.keys(k))
+    if recipe.of_pv.dtype is None:
+        v = ordered(v.bfloat16() if v.dtype == torch.float32 else v, perm)
     return AttentionCall.of(
-        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups
-    )
+        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups,
+        perm,
+    )  # fmt: skip
 
 
 def _unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> list[Tensor]:
@@ -287,9 +313,11 @@ def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_L
     return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
 
 
-def prepare(k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe) -> Prepared:
-    """What kernels read of k and v."""
-    return Prepared(*quantize_kv(k, v, visibility.keys(k), recipe.encode()))
+def prepare(
+    k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe, perm: Tensor | None = None
+) -> Prepared:
+    """What kernels read of k and v. perm: the order of it."""
+    return Prepared(*quantize_kv(k, v, visibility.keys(k), recipe.encode(), perm))
 
 
 def _sdpa_fake(call: SdpaCall) -> tuple[Tensor, Tensor]:

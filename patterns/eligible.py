@@ -119,6 +119,11 @@ def why_not_selected(call: Call) -> Reason | None:
         return reasons.KEEP_SELF(n_q, n_kv)
     if call.lse is not None:
         return reasons.KEEP_WITHOUT_LSE()
+    keep = call.selection
+    if keep is not None and keep.layout is not None:
+        tokens = keep.dense_first + math.prod(keep.layout) + keep.dense_last
+        if not statically_true(n_q == tokens):
+            return reasons.LAYOUT(list(keep.layout), tokens, n_q)
     return None
 
 

@@ -6,7 +6,8 @@ Calls of ``sage::sdpa`` that share k and v share what is made of them too.
     after:   sdpa = sage.sdpa(q, k, v, None, [], None, 0, False, 0.125, "int8/...@...", ...)
              out = sdpa[0]
 
-Where blocks of keys are selected, ``sage.select_blocks(q, k, ...)`` gives it their lists. Where
+Where blocks of keys are selected, ``sage.select_blocks(q, k, ...)`` gives it their lists, and by a
+layout ``sage.cube_order(q, ...)`` both the order of tokens, one for all calls of a graph. Where
 there is a learned sink, ``sage.with_sink(sdpa[0], sdpa[1], sink)`` takes its weight off the output.
 """
 
@@ -19,7 +20,8 @@ from torch.fx import Node
 from sage_inductor.ops.decode_call import DecodeCall
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.symbols import equal
 from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
 from sage_inductor.patterns.call import Call, Decision
@@ -73,18 +75,20 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         if emit.index.written_after(call.node, call.node):  # the op's backward reads what it gave
             first = emit(aten.clone.default, first)
         return put(first)
-    blocks = call.blocks
+    blocks, perm = call.blocks, ()
     if decision.selection is not None:
-        select, fields = torch.ops.sage.select_blocks.default, (*decision.selection, *BLOCK_SIZE)
-        selected = emit(select, q, k, scale, *fields)
+        perm = _order(call, decision.selection)
+        fields = *decision.selection.ranked, *BLOCK_SIZE, *perm
+        selected = emit(torch.ops.sage.select_blocks.default, q, k, scale, *fields)
         lists = (emit(operator.getitem, selected, i) for i in range(2))
         blocks = BlockLists(*lists, None, None, *BLOCK_SIZE)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
         scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,
-        *blocks,
+        *blocks, *perm,
     )  # fmt: skip
-    args = tuple(args) if blocks.size else tuple(args)[: -len(blocks)]  # the defaults
+    defaults = 0 if perm else 1 if blocks.size else len(blocks) + 1
+    args = tuple(args)[: len(args) - defaults]
     if is_copied:
         written = BHND if order == BHND else BNHD
         out = out.new_empty([out.shape[d] for d in written]).permute(written)
@@ -99,6 +103,21 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         lse = emit.insert(operator.getitem, (new, 1), lse)
         first = emit(torch.ops.sage.with_sink.default, first, lse, call.sink)
     put(first)
+
+
+def _order(call: Call, keep: Selection) -> tuple:
+    """(the order of a layout's tokens,), which all calls of a graph with that layout share; () for
+    tokens that stay as they come."""
+    if keep.layout is None:
+        return ()
+    emit, op, q = call.emit, torch.ops.sage.cube_order.default, value_of(call.q)
+    args = list(keep.layout), list(keep.cube), keep.dense_first
+    for node in emit.anchor.graph.find_nodes(op="call_function", target=op):
+        first = value_of(node.args[0])
+        alike = first.device == q.device and equal(first.shape[2:3], q.shape[2:3])
+        if node.args[1:] == args and alike and node < emit.anchor:
+            return (node,)
+    return (emit(op, call.q, *args),)
 
 
 def _codes(x: Any, emit: Emitter, of_v: bool = False) -> tuple[Any, Any, bool]:

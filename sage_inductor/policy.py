@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -387,12 +388,24 @@ def _field(name: str, value):
 def _keep(value) -> Selection:
     fields = value if isinstance(value, dict) else {"top_k": value}
     _check_keys(fields, Selection._fields, ())
-    keep = Selection(**fields)
+    boxes = {name: _box(name, fields) for name in ("layout", "cube") if name in fields}
+    keep = Selection(**fields)._replace(**boxes)
     valid = all(is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in keep[:3])
-    valid = valid and keep[:2] != (0, 0) and all(is_integer(x, 0) for x in keep[3:])
+    valid = valid and keep[:2] != (0, 0) and all(is_integer(x, 0) for x in keep[3:5])
     what = f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
     _must(valid, what + "fractions, the first two not both 0, and two numbers of tokens", value)
     return keep
+
+
+def _box(name: str, fields: dict) -> tuple[int, int, int]:
+    """layout, or the cube of one."""
+    with _at(name):
+        x, multiple = fields[name], 64 if name == "cube" else 1
+        sizes = isinstance(x, (list, tuple)) and len(x) == 3 and all(is_integer(n, 1) for n in x)
+        what = "[frames, rows, columns]" + ", a multiple of 64 tokens" * (multiple > 1)
+        _must(sizes and math.prod(x) % multiple == 0, f"{name} must be {what}", x)
+        _must("layout" in fields, "cube must stand beside layout", x)
+    return tuple(x)
 
 
 def _check_keys(given: dict, valid: tuple[str, ...], needed: tuple[str, ...]) -> None:

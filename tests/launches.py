@@ -285,10 +285,10 @@ def contiguous(dtype: torch.dtype, *shape: Facts):
 def attention(
     B: Facts, N_q: Facts, N_kv: Facts, recipe: str, D: int, heads=(16, 16), D_v: int | None = None,
     dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None,
-    lists: tuple = (), prepared: bool = True, **given,
+    lists: tuple = (), prepared: bool = True, ordered: bool = False, **given,
 ) -> dict:  # fmt: skip
     """The arguments of attention. lists: of blocks of 128, for each head or for all. prepared: k and
-    v are."""
+    v are. ordered: with an order of tokens."""
     r, f = NAMED[recipe], Facts.of
     H_q, H_kv = map(f, heads)
     D_v = D_v or D
@@ -343,6 +343,8 @@ def attention(
         )
         k_scale = v_scale = v_mean = None
         given["visible"] = contiguous(torch.uint8, B, f(1), N_kv) if mask else None
+    if ordered:
+        given["perm"] = contiguous(torch.int32, N_q)
     call = AttentionCall(
         tensor(dtype, shape, strides(q, shape)), k, k_scale, codes, D**-0.5,
         N_kv, r.encode(), v_scale=v_scale, v_mean=v_mean,
@@ -354,6 +356,7 @@ def attention(
 def quantize(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, D_v: int | None = None, heads: int = 16,
     layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16, recipe: str = FP8,
+    ordered: bool = False,
 ) -> dict:  # fmt: skip
     """The arguments of quantize_kv."""
     f, one = Facts.of, Facts.of(1)
@@ -364,6 +367,7 @@ def quantize(
         "v": tensor(dtype, v, strides(layout, v)),
         "visible": contiguous(torch.uint8, *shown[visible]) if visible else None,
         "recipe": NAMED[recipe].encode(),
+        "perm": contiguous(torch.int32, N_kv) if ordered else None,
     }
 
 
@@ -440,7 +444,7 @@ def correct(
 
 def prepare(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, op: str, heads: int = 16, layout: str = "bnhd",
-    two: bool = False,
+    two: bool = False, ordered: bool = False,
 ) -> dict:  # fmt: skip
     """The arguments of an op that selects blocks of 128 keys."""
     f = Facts.of
@@ -450,9 +454,10 @@ def prepare(
     blocks = (N_kv + f(127)) // f(128)
     of_rows = B, f(heads), N_q
     scores = contiguous(torch.float32, *of_rows, blocks)
+    perm = contiguous(torch.int32, N_kv) if ordered else None
     return {
-        "smooth": {"x": x},
-        "pool_blocks": {"x": x, "shift": mean if two else None, "block": 128},
+        "smooth": {"x": x, "perm": perm},
+        "pool_blocks": {"x": x, "shift": mean if two else None, "block": 128, "perm": perm},
         "largest": {"scores": scores, "counts": contiguous(torch.int32, *of_rows)},
     }[op]  # fmt: skip
 
@@ -487,6 +492,8 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "bottom_right": (Facts(1, 64), ANY, dict(recipe=FP8, D=128, heads=(32, 8), right=0, bottom_right=True)),
     "lists": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads", "heads"))),
     "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
+    "ordered": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads",), prepared=False, ordered=True)),
+    "portable_ordered": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, lists=("one",), ordered=True)),
     "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
     "all": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, prepared=False, v="chunked")),
     "all_72": (Facts(1, 64), SHORT, dict(recipe=FP8, D=72, heads=(10, 5), prepared=False, mask="keys")),
@@ -510,6 +517,12 @@ QUANTIZE = {
     "k_block": (Facts(1, 64), ANY, dict(D=128, recipe="sage1", layout="chunked")),
     "kv_thread": (Facts(1, 64), SHORT, dict(D=72, recipe="sage2-8b", heads=5, layout="apart")),
     "kv_thread_one": (Facts(1, 64), SHORT, dict(D=128, recipe="sage2-8b", visible="one")),
+    "kv_ordered": (Facts(1, 64), SHORT, dict(D=128, visible="all", ordered=True)),
+    "kv_thread_ordered": (
+        Facts(1, 64),
+        SHORT,
+        dict(D=72, recipe="sage2-8b", heads=5, ordered=True),
+    ),
     "kv_int4": (Facts(1, 64), SHORT, dict(D=80, D_v=64, recipe="sage2-4b", visible="batch")),
     "kv_fp4": (Facts(1, 64), SHORT, dict(D=128, recipe="sage3")),
     "kv_fp4_72": (Facts.of(2), ANY, dict(D=72, recipe="sage3", visible="all")),
@@ -555,6 +568,8 @@ PREPARED = {
     "smooth": (Facts(1, 64), ANY, dict(op="smooth", D=128)),
     "pool": (Facts(1, 64), SHORT, dict(op="pool_blocks", D=128, layout="every_other")),
     "pool_less": (Facts(1, 64), ANY, dict(op="pool_blocks", D=64, two=True)),
+    "smooth_ordered": (Facts(1, 64), SHORT, dict(op="smooth", D=128, ordered=True)),
+    "pool_ordered": (Facts(1, 64), SHORT, dict(op="pool_blocks", D=64, two=True, ordered=True)),
     "largest": (Facts(1, 64), SHORT, dict(op="largest", D=64)),
 }
 PACKAGED = ATTENTION | QUANTIZE | DECODED | APPENDED | CORRECTED | PREPARED

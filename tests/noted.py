@@ -34,6 +34,7 @@ H200 = gpus.Gpu((9, 0), 132)
 B, H_Q, H_KV = 2, 6, 3
 LENGTHS = 4097, 4999  # of so many queries no tile of the Hopper kernel is split
 SPLIT = 65, 4999  # and of so few all are
+ORDERED = 4999, 4999  # an order of tokens is for one length
 
 
 @contextlib.contextmanager
@@ -125,6 +126,11 @@ def lists_of(size: tuple[int, int] | None, full: bool, N_q: int, N_kv: int) -> B
     return BlockLists(*found, *(found if full else (None, None)), *size)
 
 
+def in_order(size: tuple[int, int] = (128, 64)) -> dict:
+    """What a call by lists of blocks of this size is given to follow an order of tokens."""
+    return dict(size=size, lengths=ORDERED, perm=empty(ORDERED[0], dtype=torch.int32))
+
+
 # -- calls ----
 
 
@@ -146,7 +152,8 @@ def prepared_call(recipe: str, **given) -> AttentionCall:
     call = sdpa_call(recipe, **given).of_seen_keys()
     r, (q, k, v) = NAMED[recipe], call[:3]
     seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks)
-    prepared, last = of_sdpa.prepare(k, v, seen, r), (call.out_bnhd, call.warpgroups)
+    prepared = of_sdpa.prepare(k, v, seen, r, call.perm)
+    last = call.out_bnhd, call.warpgroups, call.perm
     return of_sdpa.attention_call(q, k, v, prepared, seen, call.scale, r, *last)
 
 
@@ -203,9 +210,10 @@ def unsmooth(D: int) -> None:
     unsmoothed_lse(q[..., 0].float(), q, k[:, :, 0].float(), 0.1)
 
 
-def pool(D: int, block: int, shifted: bool) -> None:
+def pool(D: int, block: int, shifted: bool, ordered: bool = False) -> None:
     x = qkv(D)[1]
-    of_tokens.pool_blocks(x, x[:, :, 0].float() if shifted else None, block)
+    perm = empty(x.shape[2], dtype=torch.int32) if ordered else None
+    of_tokens.pool_blocks(x, x[:, :, 0].float() if shifted else None, block, perm)
 
 
 def largest() -> None:

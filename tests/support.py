@@ -150,13 +150,13 @@ def arguments(q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", **given)
     recipe: a name, a Recipe or its string."""
     recipe = NAMED.get(recipe, recipe)
     recipe = recipe if isinstance(recipe, str) else recipe.encode()
-    values = dict(
-        q=q, k=k, v=v, attn_mask=None, prepared=[], left=None, right=0 if is_causal else None,
-        bottom_right=False, scale=scale, recipe=recipe, warpgroups=None, out_bnhd=True,
-        portable=False, **NO_LISTS._asdict(),
+    schema = torch.ops.sage.sdpa.default._schema.arguments
+    values = {x.name: x.default_value for x in schema} | dict(
+        q=q, k=k, v=v, prepared=[], right=0 if is_causal else None,
+        bottom_right=False, scale=scale, recipe=recipe, out_bnhd=True, portable=False,
     )  # fmt: skip
     assert given.keys() <= values.keys(), given.keys()
-    return tuple((values | given)[x.name] for x in torch.ops.sage.sdpa.default._schema.arguments)
+    return tuple((values | given)[x.name] for x in schema)
 
 
 def sdpa(*args, **kwargs) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,7 @@ from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import TensorDescriptor
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
 from sage_inductor.ops.launch import doubled
+from sage_inductor.ops.layout import token_of
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 
@@ -75,6 +76,7 @@ def _attention_kernel(
     Seen,  # [B or 1, H_q or 1, tiles or 1, N_kv] uint8: mask.summarize
     Kv_count, Kv_index,  # int32 [B or 1, H_q or 1, M_q], [B or 1, H_q or 1, M_q, kv_width]
     Full_count, Full_index,  # with full_width; contiguous: BlockLists
+    Perm,  # int32 [N_q] or None: the order of q's blocks in the lists, and that of k and v
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -126,7 +128,8 @@ def _attention_kernel(
     # -- q: load and quantize ----
     mask_q = (rows < N_q)[:, None] & (d < D)[None, :]
     q = Q + b * stride_qb + h * stride_qh
-    q = q + rows.to(tl.int64)[:, None] * stride_qn + d.to(tl.int64)[None, :] * stride_qd
+    token = token_of(Perm, rows, N_q).to(tl.int64)
+    q = q + token[:, None] * stride_qn + d.to(tl.int64)[None, :] * stride_qd
     q = tl.load(q, mask=mask_q, other=0.0)  # [BLOCK_M, BLOCK_D]
     if ROTATED:
         q = rotate(in_16_bits(q, Q), BLOCK_M, BLOCK_D)
@@ -317,10 +320,11 @@ def _attention_kernel(
             v_mean = tl.where((l == 0)[:, None], 0.0, v_mean)
         o = o * v_scale[None, :] + v_mean
     out = Out + b * stride_ob + h * stride_oh
-    out = out + rows.to(tl.int64)[:, None] * stride_on + dv[None, :]
+    token = token_of(Perm, rows, N_q)  # once more: it would take a register through the loop
+    out = out + token.to(tl.int64)[:, None] * stride_on + dv[None, :]
     tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
     lse = ((m if BIASED else m - offset) + tl.log2(l)) * _LN2
-    tl.store(Lse + head * N_q + rows, lse, mask=rows < N_q)
+    tl.store(Lse + head * N_q + token, lse, mask=rows < N_q)
 
 
 def launch(
@@ -348,7 +352,8 @@ def launch(
     run(
         _attention_kernel,
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
-        (a.q, a.q_mean, a.delta, k, a.k_scale, v, a.v_scale, a.v_mean, *mask, *lists, out, lse),
+        (a.q, a.q_mean, a.delta, k, a.k_scale, v, a.v_scale, a.v_mean, *mask, *lists, a.perm, out,
+         lse),
         (*doubled(a.q.stride()), *doubled(a.v.stride()), *mask_strides, *list_strides,
          *doubled(out.stride())[:3],
          H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape

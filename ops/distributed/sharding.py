@@ -3,7 +3,8 @@ heads or, where nothing counts them, the queries, which then need all keys.
 
     op                            batch, heads   queries
     sdpa, lse                     yes            without a band or block lists
-    prepare, select_blocks        yes            no: keys are read across all queries
+    prepare, select_blocks,       yes            no: keys are read across all queries
+    cube_order
     sagebwd, rowscaled            yes            no: gradients of k and v add up over all queries
 
 DTensor redistributes what is sharded otherwise, also in the backwards, which are ops of their own.
@@ -54,7 +55,14 @@ def _sdpa(*args) -> Ways:
     masks = [] if call.attn_mask is None else [_mask(call.attn_mask)]
     keys = _keys(call.k, masks)
     inputs = [Shard, keys, keys, *masks, *[keys] * len(call.prepared), *map(_broadcast, lists)]
+    inputs += [_whole] * (call.perm is not None)
     return _ways(call.q, call.k, [Shard] * 2, inputs, queries)
+
+
+@_register(sage.select_blocks.default)
+def _select_blocks(q, k, *others) -> Ways:
+    inputs = [Shard, Shard, *[_whole for perm in others[8:] if perm is not None]]
+    return _ways(q, k, [Shard] * 2, inputs)
 
 
 @_register(sage.lse.default)
@@ -135,13 +143,18 @@ def _broadcast(x):
     return lambda dim: Shard(dim) if dim >= 0 and x.shape[dim] != 1 else Replicate()
 
 
+def _whole(dim: int) -> Replicate:
+    """The placement of an order of tokens: one for all heads."""
+    return Replicate()
+
+
 def _stats(dim: int) -> Shard:
     """Of [2, B, H, N]."""
     return Shard(dim + 1)
 
 
 _KEPT = [_stats, *[Shard] * 9]  # of sage::rowscaled
-_by_batch_and_heads(sage.select_blocks.default, [Shard] * 2, [Shard] * 2)
+_by_batch_and_heads(sage.cube_order.default, [_whole], [Shard], k=0)
 _by_batch_and_heads(sage.sagebwd.default, [Shard] * 6, [Shard] * 3)
 _by_batch_and_heads(sage.sagebwd_backward.default, [Shard] * 3, [Shard] * 8)
 _by_batch_and_heads(sage.rowscaled.default, [Shard, *_KEPT], [Shard] * 3)

@@ -21,6 +21,7 @@ from torch import Tensor
 from sage_inductor.ops.compat import gdc_wait
 from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
+from sage_inductor.ops.layout import token_of
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 from sage_inductor.ops.recipe import Recipe
@@ -42,7 +43,7 @@ def _of_groups(amax, GROUPS: tl.constexpr):
 
 @triton.jit
 def quantize_k_block(
-    K, K_mean, visible, K_8bit, K_scale, stride_n, stride_d, head, block, blocks, N, channels,
+    K, K_mean, visible, Perm, K_8bit, K_scale, stride_n, stride_d, head, block, blocks, N, channels,
     MASK: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +51,7 @@ def quantize_k_block(
     n = block * K_BLOCK + tl.arange(0, K_BLOCK)
     d = tl.arange(0, BLOCK_D)
     mask = (n < N)[:, None] & (d < channels)[None, :]
-    x = K + n[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    x = K + token_of(Perm, n, N)[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
     x = tl.load(x, mask=mask, other=0.0)
     if PDL:
         gdc_wait()
@@ -92,6 +93,7 @@ def _quantize_k_kernel(
     K,  # [B, H, N, D] in
     K_mean,  # [B, H, D] in, fp32
     Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
+    Perm,  # int32 [N] in or None: layout.py
     K_8bit,  # [B, H, N_pad, BLOCK_D] out, INT4: BLOCK_D / 2
     K_scale,  # [B, H, N_pad / K_BLOCK, GROUPS] out, fp32
     stride_b, stride_h, stride_n, stride_d,
@@ -114,9 +116,9 @@ def _quantize_k_kernel(
     head, block = pid // blocks, pid % blocks
     quantize_k_block(
         K + head // H * (stride_b // 2) + head % H * (stride_h // 2), K_mean,
-        Visible + head // H * stride_visible_b + head % H * stride_visible_h, K_8bit, K_scale,
-        stride_n // 2, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, ROTATED, GROUPS,
-        PDL, K_BLOCK, BLOCK_D,
+        Visible + head // H * stride_visible_b + head % H * stride_visible_h, Perm, K_8bit,
+        K_scale, stride_n // 2, stride_d, head, block, blocks, N, channels, MASK, QK_MAX, ROTATED,
+        GROUPS, PDL, K_BLOCK, BLOCK_D,
     )  # fmt: skip
 
 
@@ -131,10 +133,11 @@ def empty_k(k: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 def launch_k(
     k: Tensor, k_mean: Tensor, recipe: Recipe, visible: Tensor | None, run: Callable,
-    pdl: bool = False,
+    pdl: bool = False, perm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> codes, k_scale: Prepared's. visible: as
-    in `smooth`; the other rows have no part in scales that they share with visible ones."""
+    in `smooth`; the other rows have no part in scales that they share with visible ones. perm: the
+    order of the codes and of visible (layout.py)."""
     B, H, N, D = k.shape
     D = int(D)  # a tile needs a number
     codes, k_scale = empty_k(k, recipe)
@@ -142,7 +145,7 @@ def launch_k(
     run(
         _quantize_k_kernel,
         (B * H * k_scale.shape[2],),
-        (k, k_mean, rows, codes, k_scale),
+        (k, k_mean, rows, perm, codes, k_scale),
         (*doubled(k.stride()), *row_strides,
          H, 2 * N, 2 * D,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics

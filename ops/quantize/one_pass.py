@@ -25,6 +25,7 @@ def _quantize_kv_kernel(
     K, V,  # [B, H, N, D], [B, H, N, D_V] in
     K_mean, V_mean, V_amax,  # [B, H, D], [B, H, D_V] twice in, fp32
     Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
+    Perm,  # int32 [N] in or None: layout.py
     Beyond,  # [B, H] in, int32: zeros; out: 1 where a row of v is beyond V_amax
     K_8bit, K_scale,  # [B, H, N_pad, BLOCK_D], [B, H, N_pad / K_BLOCK] out
     V_fp8, V_scale,  # [B, H, BLOCK_DV, N_pad], [B, H, D_V] out
@@ -46,14 +47,14 @@ def _quantize_kv_kernel(
     visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
     if pid % 2 == 0:
         quantize_k_block(
-            K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, K_8bit, K_scale,
-            stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, ROTATED, 1,
-            PDL, K_BLOCK, BLOCK_D,
+            K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, Perm, K_8bit,
+            K_scale, stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, ROTATED,
+            1, PDL, K_BLOCK, BLOCK_D,
         )  # fmt: skip
     else:
         quantize_v_block(
-            V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Beyond,
-            V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
+            V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Perm,
+            Beyond, V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
             MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV,
         )  # fmt: skip
 
@@ -65,16 +66,19 @@ def overlaps(gpu: torch.device | gpus.Gpu) -> bool:
 
 def launch_kv(
     k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe, run: Callable,
-    pdl: bool = False,
+    pdl: bool = False, perm: Tensor | None = None,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
-    `visible` (as in `smooth`) have no part in statistics and scales and saturate.
+    `visible` (as in `smooth`) have no part in statistics and scales and saturate. perm: the order
+    of the codes and of visible (layout.py).
 
     pdl: each kernel starts while the one before it ends (programmatic dependent launch, from sm_90
     on), and the second reads its rows while the first estimates."""
-    k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible, run, pdl)
+    k_mean, _, *of_v, beyond = launch_estimate(
+        [k] if v is None else [k, v], visible, run, pdl, perm=perm
+    )
     if v is None:
-        return Prepared(*launch_k(k, k_mean, recipe, visible, run, pdl), k_mean)
+        return Prepared(*launch_k(k, k_mean, recipe, visible, run, pdl, perm), k_mean)
     v_mean, v_amax = of_v
     B, H, N, D = k.shape
     D, D_v = int(D), int(v.shape[3])
@@ -84,7 +88,7 @@ def launch_kv(
     run(
         _quantize_kv_kernel,
         (B * H * k_scale.shape[2] * 2,),
-        (k, v, k_mean, v_mean, v_amax, rows, beyond, k_codes, k_scale, v_codes, v_scale),
+        (k, v, k_mean, v_mean, v_amax, rows, perm, beyond, k_codes, k_scale, v_codes, v_scale),
         (*doubled(k.stride()), *doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
@@ -95,7 +99,7 @@ def launch_kv(
     run(
         quantize_v_again_kernel,
         (B * H,),
-        (v, v_mean, rows, beyond, v_codes, v_scale),
+        (v, v_mean, rows, perm, beyond, v_codes, v_scale),
         (*doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D_v,  # shape
          visible is not None, pdl,  # semantics

@@ -8,6 +8,7 @@ from torch import Tensor
 from sage_inductor.ops import gpus
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import run
+from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv, overlaps
@@ -18,43 +19,49 @@ from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.register import emulated, launched_by
 
 
-@launched_by(lambda run, _gpu, x: launch_smooth([x], None, 1, run))
-def smooth(x: Tensor) -> list[Tensor]:
-    """The mean of x [B, H, N, D] over its rows and max |x - mean|, each [B, H, D] in fp32."""
-    return [*reference.smooth(x)]
+@launched_by(lambda run, _gpu, x, perm=None: launch_smooth([x], None, 1, run, perm))
+def smooth(x: Tensor, perm: Tensor | None = None) -> list[Tensor]:
+    """The mean of x [B, H, N, D] over its rows and max |x - mean|, each [B, H, D] in fp32. perm: in
+    which order they are added up (layout.py)."""
+    return [*reference.smooth(ordered(x, perm))]
 
 
 @launched_by(
-    lambda run, gpu, *given: launch_prepare(run, gpu, *given[:3], decode(given[3])).tensors(),
-    lambda k, v, _, recipe: empty_kv(k, v, recipe).tensors(),
+    lambda run, gpu, k, v, visible, recipe, perm=None: launch_prepare(
+        run, gpu, k, v, visible, decode(recipe), perm
+    ).tensors(),
+    lambda k, v, _, recipe, perm=None: empty_kv(k, v, recipe).tensors(),
 )
-def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: str) -> list[Tensor]:
+def quantize_kv(
+    k: Tensor, v: Tensor, visible: Tensor | None, recipe: str, perm: Tensor | None = None
+) -> list[Tensor]:
     """`launch_prepare`: Prepared.tensors()."""
-    return reference.quantize_kv(k, v, visible, decode(recipe)).tensors()
+    return reference.quantize_kv(k, v, visible, decode(recipe), perm).tensors()
 
 
 def launch_prepare(
     run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
-    recipe: Recipe,
+    recipe: Recipe, perm: Tensor | None = None,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, where the recipe quantizes it, v [B, H, N, D_v], any strides. Rows that
     are not `visible` (uint8 [B or 1, H or 1, N]; None: all are) have no part in statistics and
-    scales, and saturate."""
+    scales, and saturate. perm: the order of what is made, and of visible (layout.py); 4 x 4 bits
+    have none."""
     quantizes_v, saturate = recipe.of_pv.dtype is not None, visible is not None
     if recipe.sharing.one_pass:
-        return launch_kv(k, v if quantizes_v else None, visible, recipe, run, overlaps(gpu))
+        return launch_kv(k, v if quantizes_v else None, visible, recipe, run, overlaps(gpu), perm)
     if recipe.of_pv.block_scaled:
         (k_mean, k_amax), (v_mean, v_amax) = (launch_smooth([x], visible, 1, run) for x in (k, v))
         k_codes, k_blocks, k_scale = launch_nvfp4(k, k_mean, k_amax, False, saturate, run)
         v_codes, v_blocks, v_scale = launch_nvfp4(v, v_mean, v_amax, True, saturate, run)
         return Prepared(k_codes, k_scale, k_mean, v_codes, v_scale, v_mean, k_blocks, v_blocks)
     together = quantizes_v and v.shape[3] == k.shape[3]
-    k_mean, _, *of_v = launch_smooth([k, v] if together else [k], visible, 1, run)
-    of_k = *launch_k(k, k_mean, recipe, visible, run), k_mean
+    k_mean, _, *of_v = launch_smooth([k, v] if together else [k], visible, 1, run, perm)
+    of_k = *launch_k(k, k_mean, recipe, visible, run, perm=perm), k_mean
     if not quantizes_v:
         return Prepared(*of_k)
-    v_mean, v_amax = of_v or launch_smooth([v], visible, 0, run)
-    return Prepared(*of_k, *launch_v(v, v_mean, v_amax, recipe, saturate, run), v_mean)
+    v_mean, v_amax = of_v or launch_smooth([v], visible, 0, run, perm)
+    return Prepared(*of_k, *launch_v(v, v_mean, v_amax, recipe, saturate, run, perm), v_mean)
 
 
 def empty_kv(k: Tensor, v: Tensor, recipe: str) -> Prepared:

@@ -35,6 +35,7 @@ from torch import Tensor
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
 from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, OF_HIDDEN, Q_BLOCK, SAMPLE, pad_rows
 from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
+from sage_inductor.ops.layout import token_of
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
@@ -48,6 +49,7 @@ BLOCK_C, CHANNELS = 64, 32  # of the chunks: few heads are many programs, few ro
 def _partial_kernel(
     X0, X1,  # [B, H, N, D] in, two tensors (the same one twice if there is one)
     Visible,  # [B or 1, H or 1, N] in, uint8: rows that count; unread unless MASK
+    Perm,  # int32 [N] in or None: layout.py
     Partial,  # [tensors, B*H, num_chunks, 3, D] out, fp32: sum, max, min
     Count,  # [B*H, num_chunks] out, int32: rows that count; if MASK
     stride_0b, stride_0h, stride_0n, stride_0d,
@@ -79,7 +81,7 @@ def _partial_kernel(
     # No row to mask: half the arithmetic, which is the limit here.
     if not MASK and (chunk + 1) * CHUNK <= N:
         for start in range(0, CHUNK, BLOCK_N):
-            rows = chunk * CHUNK + start + n
+            rows = token_of(Perm, chunk * CHUNK + start + n, N)
             tile = tl.load(x + rows[:, None] * stride_n, mask=columns, other=0.0).to(tl.float32)
             total += tile
             high = tl.maximum(high, tile)
@@ -93,6 +95,7 @@ def _partial_kernel(
                 keep = tl.load(visible + rows, mask=keep, other=0) != 0
                 count += keep.to(tl.int32)
             mask = keep[:, None] & columns
+            rows = token_of(Perm, rows, N)
             tile = tl.load(x + rows[:, None] * stride_n, mask=mask, other=0.0).to(tl.float32)
             total += tile
             high = tl.maximum(high, tl.where(mask, tile, -float("inf")))
@@ -153,11 +156,13 @@ def _final_kernel(
 
 
 def launch_smooth(
-    xs: list[Tensor], visible: Tensor | None, keep: int, run: Callable
-) -> list[Tensor]:
+    xs: list[Tensor], visible: Tensor | None, keep: int, run: Callable,
+    perm: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """One or two x [B, H, N, D] of one shape, any strides -> for each its mean and amax [B, H, D]
     in fp32, of the rows that are visible: uint8 [B or 1, H or 1, N], or None for all. With
-    `visible`, amax is OF_HIDDEN times theirs. The first `keep` keep a mean that is noise."""
+    `visible`, amax is OF_HIDDEN times theirs. The first `keep` keep a mean that is noise. perm: the
+    order of visible, and in which rows are added up (layout.py)."""
     x0, x1, count = xs[0], xs[-1], len(xs)
     B, H, N, D = x0.shape
     D = int(D)  # a tile needs a number
@@ -172,7 +177,7 @@ def launch_smooth(
     run(
         _partial_kernel,
         (B * H * num_chunks, count),
-        (x0, x1, rows, partial, counts),
+        (x0, x1, rows, perm, partial, counts),
         (*doubled(x0.stride()), *doubled(x1.stride()), *row_strides,
          H, N,  # shape
          visible is not None,  # semantics
@@ -193,7 +198,7 @@ def launch_smooth(
 @triton.jit
 def _estimate_kernel(
     X0, X1,  # [B, H, N, D], [B, H, N, D_1] in
-    Visible,  # as above
+    Visible, Perm,  # as above
     Mean0, Amax0, Mean1, Amax1,  # [B, H, D] twice, [B, H, D_1] twice out, fp32; if TWO
     Beyond,  # [B, H] out, int32: zeros
     stride_0b, stride_0h, stride_0n, stride_0d,
@@ -224,6 +229,7 @@ def _estimate_kernel(
     if MASK:
         keep = tl.load(Visible + b * stride_visible_b + h * stride_visible_h + rows) != 0
     mask = keep[:, None] & (d < channels)[None, :]
+    rows = token_of(Perm, rows, N)
     x = x + rows[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
     x = tl.load(x, mask=mask, other=0.0).to(tl.float32)
     count = tl.sum(keep.to(tl.float32), 0)
@@ -241,12 +247,14 @@ def _estimate_kernel(
 
 
 def launch_estimate(
-    xs: list[Tensor], visible: Tensor | None, run: Callable, pdl: bool = False, shrink: bool = True
+    xs: list[Tensor], visible: Tensor | None, run: Callable, pdl: bool = False, shrink: bool = True,
+    perm: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
     them). shrink: the mean towards 0, as reference.quantize.estimate says. Last a zeroed int32 flag
-    [B, H], to be set where a row exceeds amax."""
+    [B, H], to be set where a row exceeds amax. perm: the order of visible and of the rows of which
+    some are read (layout.py)."""
     x0, x1 = xs[0], xs[-1]
     B, H, N, D = x0.shape
     D, D_1 = int(D), int(x1.shape[3])
@@ -257,7 +265,7 @@ def launch_estimate(
     run(
         _estimate_kernel,
         (B * H, len(xs)),
-        (x0, x1, rows, *out[:2], *out[-2:], beyond),
+        (x0, x1, rows, perm, *out[:2], *out[-2:], beyond),
         (*doubled(x0.stride()), *doubled(x1.stride()), *row_strides,
          H, N,  # shape
          visible is not None, len(xs) == 2, shrink, pdl,  # semantics

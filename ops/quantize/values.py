@@ -28,6 +28,7 @@ from sage_inductor.ops.formats import (
     pad_rows,
 )
 from sage_inductor.ops.launch import doubled
+from sage_inductor.ops.layout import token_of
 from sage_inductor.ops.quantize.codes import abs_bits, saturate
 from sage_inductor.ops.recipe import Recipe
 
@@ -38,8 +39,9 @@ _OF_HIDDEN = tl.constexpr(OF_HIDDEN)
 
 @triton.jit
 def _load_v(
-    V, stride_n, stride_d, block, N2, channels, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    V, Perm, stride_n, stride_d, block, N2, channels,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """(v, its rows n, which of them and of its channels there are), interleaved."""
     column = tl.arange(0, BLOCK_N)
     # Column (quad, half, pair) of each 16 holds token (half, quad, pair): reference.interleave.
@@ -47,7 +49,8 @@ def _load_v(
     n = block * BLOCK_N + token
     d = tl.arange(0, BLOCK_D)
     mask = (2 * n < N2)[:, None] & (d < channels)[None, :]
-    v = V + n.to(tl.int64)[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    row = token_of(Perm, n, N2 // 2).to(tl.int64)
+    v = V + row[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
     return tl.load(v, mask=mask, other=0.0).to(tl.float32), n, mask
 
 
@@ -68,15 +71,15 @@ def _store_v(
 
 @triton.jit
 def quantize_v_block(
-    V, V_mean, V_amax, visible, Beyond, V_fp8, V_scale, stride_n, stride_d, head, block, blocks,
-    N2, channels,
+    V, V_mean, V_amax, visible, Perm, Beyond, V_fp8, V_scale, stride_n, stride_d, head, block,
+    blocks, N2, channels,
     MASK: tl.constexpr, SATURATE: tl.constexpr, CHECK: tl.constexpr, PDL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of a head, the block-th of `blocks`; V and visible point to its first row. With
     CHECK, Beyond of the head becomes 1 where V_amax is too small for any of them."""
     d = tl.arange(0, BLOCK_D)
-    x, n, mask = _load_v(V, stride_n, stride_d, block, N2, channels, BLOCK_N, BLOCK_D)
+    x, n, mask = _load_v(V, Perm, stride_n, stride_d, block, N2, channels, BLOCK_N, BLOCK_D)
     if PDL:
         gdc_wait()
     amax = tl.load(V_amax + head * channels + d, mask=d < channels, other=1.0)
@@ -95,7 +98,7 @@ def quantize_v_block(
 
 @triton.jit
 def quantize_v_again_kernel(
-    V, V_mean, Visible, Beyond, V_fp8, V_scale,  # as _quantize_kv_kernel's
+    V, V_mean, Visible, Perm, Beyond, V_fp8, V_scale,  # as _quantize_kv_kernel's
     stride_b, stride_h, stride_n, stride_d,
     stride_visible_b, stride_visible_h,
     H, N2, D2,
@@ -116,7 +119,7 @@ def quantize_v_again_kernel(
         mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
         bits = tl.zeros([BLOCK_D], tl.int32)
         for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
-            x, n, mask = _load_v(v, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
+            x, n, mask = _load_v(v, Perm, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
             if MASK:
                 mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
             bits = tl.maximum(bits, tl.max(tl.where(mask, abs_bits(x - mean[None, :]), 0), 0))
@@ -124,7 +127,7 @@ def quantize_v_again_kernel(
         amax = tl.where(amax < _TINY, _TINY, amax)
         tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
         for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
-            x, _, _ = _load_v(v, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
+            x, _, _ = _load_v(v, Perm, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
             _store_v(x - mean[None, :], amax, V_fp8, head, i, N_pad, MASK, BLOCK_N, BLOCK_D)
 
 
@@ -132,6 +135,7 @@ def quantize_v_again_kernel(
 def _quantize_v_kernel(
     V,  # [B, H, N, D] in
     V_mean, V_amax,  # [B, H, D] in, fp32
+    Perm,  # int32 [N] in or None: layout.py
     V_fp8,  # [B, H, BLOCK_D, N_pad] out
     V_scale,  # [B, H, D] out, fp32
     stride_b, stride_h, stride_n, stride_d,
@@ -149,9 +153,9 @@ def _quantize_v_kernel(
     blocks = tl.cdiv(N2, 2 * BLOCK_N)
     head, block = pid // blocks, pid % blocks
     quantize_v_block(
-        V + head // H * (stride_b // 2) + head % H * (stride_h // 2), V_mean, V_amax, V, V, V_fp8,
-        V_scale, stride_n // 2, stride_d, head, block, blocks, N2, D, False, SATURATE, False, False,
-        BLOCK_N, BLOCK_D,
+        V + head // H * (stride_b // 2) + head % H * (stride_h // 2), V_mean, V_amax, V, Perm, V,
+        V_fp8, V_scale, stride_n // 2, stride_d, head, block, blocks, N2, D, False, SATURATE, False,
+        False, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
 
@@ -163,17 +167,19 @@ def empty_v(v: Tensor, pv: Format) -> tuple[Tensor, Tensor]:
 
 
 def launch_v(
-    v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: Recipe, saturate: bool, run: Callable
-) -> tuple[Tensor, Tensor]:
+    v: Tensor, v_mean: Tensor, v_amax: Tensor, recipe: Recipe, saturate: bool, run: Callable,
+    perm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """v [B, H, N, D], any strides, v_mean and v_amax [B, H, D] fp32 -> codes (tokens interleaved in
-    sixteens), v_scale: Prepared's. saturate: some rows had no part in v_mean and v_amax."""
+    sixteens), v_scale: Prepared's. saturate: some rows had no part in v_mean and v_amax. perm: the
+    order of the codes (layout.py)."""
     B, H, N, D = v.shape
     D = int(D)
     codes, v_scale = empty_v(v, recipe.of_pv)
     run(
         _quantize_v_kernel,
         (B * H * triton.cdiv(N, PAD_N),),
-        (v, v_mean, v_amax, codes, v_scale),
+        (v, v_mean, v_amax, perm, codes, v_scale),
         (*doubled(v.stride()),
          H, 2 * N,  # shape
          saturate,  # semantics

@@ -33,6 +33,10 @@ def attention(
     q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. walk [B, H_q, tiles of 64
     queries, n]: the n blocks of block_n keys that each tile reads, in their order, as 4 j + code;
     the code is the Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists."""
+    if a.perm is not None:
+        in_order = a._replace(q=a.q.index_select(2, a.perm), perm=None)
+        (out, lse), back = attention(in_order, block_n, walk), a.perm.argsort()
+        return out.index_select(2, back), lse.index_select(2, back)
     if a.decoded.of_qk.block_scaled:
         return _block_scaled(a, block_n)
     q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv

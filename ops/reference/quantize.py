@@ -163,9 +163,13 @@ def quantize_v_checked(
     return quantize_v(v, v_mean, amax, recipe, visible is not None)
 
 
-def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe) -> Prepared:
+def quantize_kv(
+    k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe, perm: Tensor | None = None
+) -> Prepared:
     """k and, where the recipe quantizes it, v: by statistics of all rows or, in one pass, of a
-    sample."""
+    sample. perm: the order of what is made, and of visible."""
+    if perm is not None:
+        k, v = (x.index_select(2, perm) for x in (k, v))
     one_pass, saturate = recipe.sharing.one_pass, visible is not None
     if recipe.of_pv.block_scaled:
         (k_mean, k_amax), (v_mean, v_amax) = smooth(k, visible), smooth(v, visible)

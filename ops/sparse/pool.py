@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.launch import doubled
+from sage_inductor.ops.layout import ordered, token_of
 from sage_inductor.ops.register import launched_by
 
 CHUNK = 512  # scores in the registers of one warp
@@ -29,6 +30,7 @@ _SIGN, _ALL = tl.constexpr(1 << 31), tl.constexpr((1 << 32) - 1)
 def _pool_kernel(
     X,  # [B, H, N, D] in
     Shift,  # [B, H, D] in, fp32; if SHIFT
+    Perm,  # int32 [N] in or None: layout.py
     Mean, Alike,  # [B, H, M, D], [B, H, M] out, fp32
     stride_b, stride_h, stride_n, stride_d,
     H, N,
@@ -41,15 +43,23 @@ def _pool_kernel(
     head, first = pid // M, pid % M * BLOCK
     tokens = tl.minimum(N - first, BLOCK)
     i, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    x = X + ((head // H * stride_b + head % H * stride_h + first * stride_n) >> 1)
-    x = x + ((i.to(tl.int64) * stride_n) >> 1)[:, None] + d.to(tl.int64)[None, :] * stride_d
+    if Perm is None:
+        x = X + ((head // H * stride_b + head % H * stride_h + first * stride_n) >> 1)
+        x = x + ((i.to(tl.int64) * stride_n) >> 1)[:, None] + d.to(tl.int64)[None, :] * stride_d
+    else:
+        x = X + ((head // H * stride_b + head % H * stride_h) >> 1)
+        x = x + d.to(tl.int64)[None, :] * stride_d
     if SHIFT:
         shift = tl.load(Shift + head * D + d, mask=d < D, other=0.0)
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
     units = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in tl.static_range(0, BLOCK, ROWS):
         mask = (start + i < tokens)[:, None] & (d < D)[None, :]
-        rows = tl.load(x + ((tl.cast(start, tl.int64) * stride_n) >> 1), mask=mask, other=0.0)
+        if Perm is None:
+            at = x + ((tl.cast(start, tl.int64) * stride_n) >> 1)
+        else:
+            at = x + ((token_of(Perm, first + start + i, N) * stride_n) >> 1)[:, None]
+        rows = tl.load(at, mask=mask, other=0.0)
         rows = rows.to(tl.float32)
         if SHIFT:
             rows = tl.where(mask, rows - shift[None, :], 0.0)
@@ -62,7 +72,7 @@ def _pool_kernel(
 
 
 def _launch_pool(
-    run: Callable, _gpu, x: Tensor, shift: Tensor | None, block: int
+    run: Callable, _gpu, x: Tensor, shift: Tensor | None, block: int, perm: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     B, H, N, D = x.shape
     D = int(D)  # a tile needs a number
@@ -72,7 +82,7 @@ def _launch_pool(
     run(
         _pool_kernel,
         (B * H * M,),
-        (x, x if shift is None else shift, mean, alike),
+        (x, x if shift is None else shift, perm, mean, alike),
         (*doubled(x.stride()),
          H, N,  # shape
          shift is not None,  # semantics
@@ -89,10 +99,13 @@ def pool_warps(block_d: int) -> int:
 
 
 @launched_by(_launch_pool)
-def pool_blocks(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
+def pool_blocks(
+    x: Tensor, shift: Tensor | None, block: int, perm: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] in fp32 is taken off ->
-    mean [B, H, M, D] and alike [B, H, M] of each `block` tokens, in fp32."""
-    N = x.shape[2]
+    mean [B, H, M, D] and alike [B, H, M] of each `block` tokens, in fp32. perm: their order
+    (layout.py)."""
+    x, N = ordered(x, perm), x.shape[2]
     M = (N + block - 1) // block
     tokens = (N - torch.arange(M, device=x.device) * block).clamp(max=block)
     x = x.float() if shift is None else x.float() - shift.unsqueeze(2)

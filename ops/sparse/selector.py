@@ -25,6 +25,7 @@ Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queri
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor.ops.quantize.op import smooth
@@ -47,6 +48,13 @@ class Selection(NamedTuple):
     similarity: float = 0.1
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end
+    layout: tuple[int, int, int] | None = None  # T, H, W of the video between them (ops/layout.py)
+    cube: tuple[int, int, int] = (4, 4, 4)  # of tokens that follow each other then
+
+    @property
+    def ranked(self) -> tuple:
+        """What `select_blocks` takes: of layout and cube it gets the order."""
+        return tuple(self[:5])
 
     def given(self) -> float | dict:
         """As a policy says it: the fields that are not the defaults, or top_k alone."""
@@ -56,19 +64,20 @@ class Selection(NamedTuple):
 
 def compose_select(
     q: Tensor, k: Tensor, scale: float, top_k: float, top_p: float, similarity: float,
-    dense_first: int, dense_last: int, block_q: int, block_kv: int,
+    dense_first: int, dense_last: int, block_q: int, block_kv: int, perm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``sage::select_blocks``: for self-attention without a mask, the blocks of keys that are kept.
 
     q [B, H_q, N, D], k [B, H_kv, N, D] of any floating dtypes and strides, scale of the softmax;
-    then Selection's fields. Returns num_blocks [B, H_q, M_q] and indices [B, H_q, M_q, M_kv], int32
-    and not differentiable, of which row m has the blocks indices[..., m, :num_blocks[..., m]], in
-    ascending order, and then the others: BlockLists' first two.
+    then Selection's fields. perm: in which order tokens form blocks (ops/layout.py). Returns
+    num_blocks [B, H_q, M_q] and indices [B, H_q, M_q, M_kv], int32 and not differentiable, of which
+    row m has the blocks indices[..., m, :num_blocks[..., m]], in ascending order, and then the
+    others: BlockLists' first two.
     """
     with torch.autocast(q.device.type, enabled=False):
-        shift = smooth(k)[0]
+        shift = smooth(k, perm)[0]
         (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
-            _pool(*x, similarity, dense_first, dense_last)
+            _pool(*x, similarity, dense_first, dense_last, perm)
             for x in ((q, None, block_q), (k, shift, block_kv))
         )
         (B, H_q, M_q, _), (H_kv, M_kv) = q_mean.shape, k_mean.shape[1:3]
@@ -95,15 +104,19 @@ def compose_select(
 
 def _pool(
     x: Tensor, shift: Tensor | None, block: int, similarity: float, dense_first: int,
-    dense_last: int,
+    dense_last: int, perm: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """For each block of x [B, H, N, D], less shift [B, H, D]: the mean of its tokens [B, H, M, D],
     whether it is always computed [B, H, M], bool, its first token and how many it has [M]."""
-    mean, alike = pool_blocks(x, shift, block)
+    mean, alike = pool_blocks(x, shift, block, perm)
     N = x.shape[2]
     first = torch.arange(mean.shape[2], device=x.device) * block
     tokens = (N - first).clamp(max=block)
-    dense = (first < dense_first) | (first + tokens > N - dense_last)
+    if perm is None:
+        dense = (first < dense_first) | (first + tokens > N - dense_last)
+    else:
+        dense = (perm < dense_first) | (perm >= N - dense_last)
+        dense = F.pad(dense, (0, mean.shape[2] * block - N)).unflatten(0, (-1, block)).any(1)
     return mean, dense | (alike < similarity), first, tokens
 
 
@@ -111,7 +124,7 @@ select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, m
 
 
 @select_blocks.register_fake
-def _(q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv):
+def _(q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv, perm=None):
     fix_head_dims(q, k)
     N = q.shape[2]
     rows = *q.shape[:2], (N + block_q - 1) // block_q

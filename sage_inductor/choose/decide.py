@@ -31,6 +31,7 @@ from sage_inductor.ops.attention.select import tile_of
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.compile import travels
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
+from sage_inductor.ops.layout import placed
 from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.symbols import as_int, guarded, hint, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
@@ -79,6 +80,8 @@ def decide(call: Call, settings: Settings) -> Decision:
     unselected = eligible.why_not_selected(call) if selection is not None else None
     found = Decision(None, unselected) if unselected else _recipe(call, shape, settings, wanted)
     kept = f"; keep {selection.given()}" if selection is not None and not unselected else ""
+    if found.recipe and selection is not None and selection.layout is not None:
+        kept += f"; {placed(recipes.NAMED[found.recipe])}"
     reason = found.reason + kept + (f" ({rule} of the policy)" if rule else "")
     found = found._replace(reason=reason)
     if found.recipe is None:

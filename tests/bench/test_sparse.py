@@ -201,3 +201,36 @@ def test_the_error_of_attention_by_lists(wrong):
     mask = blocks.repeat_interleave(128, 2)[:, :, :300].repeat_interleave(64, 3)[..., :300]
     out = F.scaled_dot_product_attention(q, k, v, mask ^ wrong)
     assert (lists.error(out, q, k, v, blocks, (128, 64)) < 1e-5) != wrong
+
+
+class AtOnce:
+    """bench.measure.Runner without a clock."""
+
+    def __init__(self, provider, sets):
+        self.call = lambda: provider.call(*provider.prepare(*sets[0]))
+        self.call()
+
+    def output(self):
+        return self.call()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_layout_is_timed_beside_copies_that_give_the_same(monkeypatch, wrong):
+    monkeypatch.setattr(lists, "Runner", AtOnce)
+    monkeypatch.setattr(lists, "H", 2)
+    monkeypatch.setattr(
+        lists, "interleave", lambda runners, *_: {name: [2.0, 3.0] for name in runners}
+    )
+    if wrong:
+        monkeypatch.setattr(
+            lists, "by_op", lambda visibility, perm=None, by_op=lists.by_op: by_op(visibility)
+        )
+        with pytest.raises(SystemExit, match="by its order a call is not what it is by copies"):
+            lists.measure_layout(0.3, "cpu", 2, 1.0, (2, 12, 16))
+        return
+    row = lists.measure_layout(0.3, "cpu", 2, 1.0, (2, 12, 16))
+    assert len(row["times"]) == 9
+    table = lists.table_of_layout([row]).splitlines()
+    assert table[2].split("|")[1:-1] == [
+        " 2 x 12 x 16 ", f" {row['density']:.0%} ", " op ", " 2.500 ", " 2.500 ", " 1.0000 ", " 1.0000 "
+    ]  # fmt: skip

@@ -665,6 +665,22 @@ def test_block_lists_are_sharded_by_what_they_tell_apart(ranks, of_q, placed, B,
     check_on_dtensors(ranks, "sdpa", placements, tensors, given, placed)
 
 
+@pytest.mark.parametrize("by", ["batch", "heads", "sequence"])
+def test_calls_in_an_order_of_tokens_are_sharded(ranks, by):
+    """The order is whole on each rank."""
+    q, k, v = inputs((254,))
+    tensors, layout = dict(q=q, k=k), dict(size=[4, 6, 10], cube=[4, 4, 4], before=9)
+    perm = torch.ops.sage.cube_order(q, **layout)
+    placements, placed = dict.fromkeys("qkv", BY[by]), None if by == "sequence" else (BY[by],)
+    check_on_dtensors(ranks, "cube_order", {"x": BY[by]}, {"x": q}, layout, (ALL,))
+    tensors["perm"] = perm
+    check_on_dtensors(ranks, "select_blocks", placements, tensors, SELECTION, placed)
+    lists = block_lists(2, 4, 254, 254, 64, 64, 0.5, False, unread=3)
+    tensors |= dict(v=v, kv_num_blocks=lists.kv_num_blocks, kv_indices=lists.kv_indices)
+    given = {"block_q": 64, "block_kv": 64, "recipe": RECIPE}
+    check_on_dtensors(ranks, "sdpa", placements, tensors, given, placed)
+
+
 @pairs(
     of_k=BY, of_v=BY, H=[2, 3], recipe=["sage1-per-token", RECIPE, "sage3"],
     mask=[None, (2, 1, 1, 64), (2, 1, 64)], where=lambda H, mask: H == 2 or mask != (2, 1, 64),

@@ -155,9 +155,11 @@ def test_the_first_rule_that_fits_decides_and_the_recipe_where_none_does(
 
 
 fraction, tokens = st.sampled_from([0, 0.0, 0.05, 0.1, 0.3, 1, 1.0]), st.integers(0, 300)
-selections = st.builds(Selection, fraction, fraction, fraction, tokens, tokens).filter(
-    lambda keep: keep.top_k or keep.top_p
-)
+sizes = st.tuples(*[st.integers(1, 99)] * 3)
+cubes = st.sampled_from([(4, 4, 4), (1, 8, 8), (4, 8, 8)])
+selections = st.builds(
+    Selection, fraction, fraction, fraction, tokens, tokens, st.none() | sizes, cubes
+).filter(lambda keep: (keep.top_k or keep.top_p) and (keep.layout or keep.cube == (4, 4, 4)))
 keeping = st.builds(
     Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 2, 3), keep=st.none() | selections
 )
@@ -591,7 +593,7 @@ INVALID = {  # text, line, reason
 }
 KEEP = (
     "keep must be a fraction above 0, or {{...}} of top_k, top_p, similarity, dense_first, "
-    "dense_last: three fractions, the first two not both 0, and two numbers of tokens, got {}"
+    "dense_last, layout, cube: three fractions, the first two not both 0, and two numbers of tokens, got {}"
 )
 RULES = {  # the rule's second line, reason
     '"modul": "*"': "modul does not exist: did you mean module?",

@@ -35,9 +35,13 @@ def by_selected(q, k, v, keep, recipe=RECIPE):
     """What such a rule asks for, by the two ops."""
     (rule,) = from_python([{"recipe": recipe, "keep": keep}])
     scale = q.shape[3] ** -0.5
-    found = torch.ops.sage.select_blocks(q, k, scale, *rule.keep, *BLOCK_SIZE)
+    keep, perm = rule.keep, None
+    if keep.layout:
+        perm = torch.ops.sage.cube_order(q, keep.layout, keep.cube, keep.dense_first)
+    found = torch.ops.sage.select_blocks(q, k, scale, *keep.ranked, *BLOCK_SIZE, perm)
     lists = BlockLists(*found, None, None, *BLOCK_SIZE)
-    out, _ = support.sdpa(q, k, v, scale=scale, recipe=recipe, out_bnhd=False, **lists._asdict())
+    given = {"perm": perm, **lists._asdict()}
+    out, _ = support.sdpa(q, k, v, scale=scale, recipe=recipe, out_bnhd=False, **given)
     return out, lists
 
 
@@ -100,6 +104,120 @@ def test_an_eager_call_follows_the_policy():
     with torch.no_grad(), config.patch(emulate=True, policy=policy):
         out = sage_inductor.attention(q, k, v)
     assert torch.equal(out, by_selected(q, k, v, KEEP)[0])
+
+
+# -- in cubes --
+
+CUBES = {**KEEP, "dense_last": 6, "layout": [4, 9, 12]}  # of 70 + 432 + 6 tokens
+
+
+def test_a_layout_selects_and_computes_in_cubes():
+    q, k, v = tokens(508), tokens(508, H=2), tokens(508, H=2)
+    out, graph, (site,) = rewritten(
+        lambda q, k, v: sdpa(q, k, v, enable_gqa=True), q, k, v, keep=CUBES
+    )
+    assert torch.equal(out, by_selected(q, k, v, CUBES)[0])
+    assert not torch.equal(out, by_selected(q, k, v, {**KEEP, "dense_last": 6})[0])
+    order, select, call = support.calls(graph).splitlines()
+    assert order == "cube_order_default = sage.cube_order(l_q_, [4, 9, 12], [4, 4, 4], 70)"
+    assert select.endswith("0, 70, 6, 128, 64, cube_order_default)")
+    assert call.endswith("None, None, 128, 64, cube_order_default)")
+    given = {**CUBES, "layout": (4, 9, 12)}
+    assert site.reason == (
+        f"emulated; keep {given}; in cubes, for which its kernels copy nothing (rule 1 of the policy)"
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe, copied", [("sage1-rotated", "v"), ("sage2-4b", "q and k"), ("sage2-8b", "nothing")]
+)
+def test_the_report_says_what_a_recipe_copies_for_a_layout(recipe, copied):
+    inputs = tokens(508), tokens(508), tokens(508)
+    with torch.no_grad():
+        (site,) = sage_inductor.explain(sdpa, options=options(CUBES, recipe))(*inputs)
+    assert f"; in cubes, for which its kernels copy {copied} (rule" in site.reason
+
+
+def test_calls_share_the_order_of_a_layout_and_no_other():
+    """Of another layout, of other tokens beside it, and of another length it is another one."""
+    keeps = [
+        CUBES, {**CUBES, "dense_last": 7}, {"top_k": 0.3, "layout": [4, 12, 9]},
+        {"top_k": 0.3, "layout": [4, 12, 9], "cube": [1, 8, 8]},
+    ]  # fmt: skip
+    sizes = (508, 64), (509, 64), (432, 64), (432, 32)
+    policy = [
+        {"recipe": RECIPE, "length": [N, N], "head_dim": D, "keep": keep}
+        for (N, D), keep in zip(sizes, keeps, strict=True)
+    ]
+    inputs = [tokens(N, D=D) for N, D in sizes]
+    given, graphs = Settings(emulate=True, policy=from_python(policy)), []
+
+    def function(*xs):
+        return [sdpa(x, x, x) for x in (*xs, *xs)]
+
+    def see(gm):
+        rewrite(gm, given)
+        gm.recompile()
+        graphs.append(gm.graph)
+
+    with torch.no_grad():
+        found = support.run_seen(function, *inputs, see=see)
+    orders = [line for line in support.calls(graphs[0]).splitlines() if "sage.cube_order(" in line]
+    assert len(orders) == 4
+    for out, x, keep in zip(found, inputs * 2, keeps * 2, strict=True):
+        assert torch.equal(out, by_selected(x, x, x, keep)[0])
+
+
+@pytest.mark.parametrize("N", [507, 509, 432])
+def test_a_call_of_other_tokens_than_a_layout_has_stays(N):
+    _, _, (site,) = rewritten(sdpa, *(tokens(N) for _ in range(3)), keep=CUBES)
+    assert not site.rewritten and site.reason == (
+        "layout [4, 9, 12] must be of 508 tokens, with dense_first and dense_last, got "
+        f"{N} (rule 1 of the policy)"
+    )
+
+
+def test_a_layout_is_for_one_length():
+    """A rule's `length` makes one of a dynamic length."""
+    x = tokens(508)
+    torch._dynamo.mark_dynamic(x, 2)
+    _, _, (site,) = rewritten(lambda x: sdpa(x, x, x), x, keep=CUBES)
+    reason = "layout [4, 9, 12] must be of 508 tokens, with dense_first and dense_last, got s"
+    assert site.reason.startswith(reason)
+    policy = [{"recipe": RECIPE, "keep": CUBES, "length": [508, 508]}, {"recipe": "off"}]
+    given = {"sage.policy": policy, "sage.emulate": True}
+    compiled = torch.compile(sdpa, backend="sage", options=given, dynamic=True)
+    with torch.no_grad():
+        for N in (508, 509, 508):
+            q, k, v = tokens(N), tokens(N), tokens(N)
+            expected = by_selected(q, k, v, CUBES)[0] if N == 508 else sdpa(q, k, v)
+            assert support.relative_l1(compiled(q, k, v), expected) < 1e-5
+
+
+WRONG = {
+    "layout must be .frames, rows, columns., got .4, 9.": {"layout": [4, 9]},
+    "layout must be .frames, rows, columns., got .4, 9, 0.": {"layout": [4, 9, 0]},
+    "layout must be .frames, rows, columns., got 432": {"layout": 432},
+    "cube must be .* a multiple of 64 tokens, got .4, 4, 2.": {
+        "layout": [4, 9, 12], "cube": [4, 4, 2],
+    },
+    "cube must stand beside layout": {"cube": [4, 4, 4]},
+    "layouts does not exist: did you mean layout": {"layouts": [4, 9, 12]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_layout_that_is_none_is_an_error_of_the_policy(message):
+    with pytest.raises(ValueError, match=message):
+        from_python([{"recipe": RECIPE, "keep": {"top_k": 0.3, **WRONG[message]}}])
+
+
+def test_a_policy_with_a_layout_is_read_as_it_was_written(tmp_path):
+    keep = {"top_k": 0.3, "layout": [21, 45, 80], "cube": [4, 8, 8]}
+    policy = sage_inductor.Policy(from_python([{"recipe": RECIPE, "keep": keep}]))
+    policy.save(tmp_path / "policy.json")
+    assert sage_inductor.Policy.load(tmp_path / "policy.json") == policy
+    assert policy.rules[0].keep.given() == {**keep, "layout": (21, 45, 80), "cube": (4, 8, 8)}
 
 
 # -- calls that it is not for --
@@ -224,6 +342,27 @@ def test_a_package_is_not_made_by_an_example_of_one_block(given):
         assert rewritten or site.reason == (
             "the example of a package's dynamic length must be more than 128, got 128"
         )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("built", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_a_package_of_a_layout_computes_in_cubes(built, generated, tmp_path):
+    """Inductor (torch 2.13) computes `x.index_copy(2, i, x)` in place, and reads rows that it has
+    written: built, the emulation must not say so."""
+    layer = Layer().eval()
+    program = exported(layer, 508, is_dynamic=False)
+    (site,) = sage_inductor.rewrite(program, options=options(CUBES))
+    assert site.rewritten and site.decision.selection.layout == (4, 9, 12)
+    run = support.opened(program)
+    if built:
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "model.pt2")
+        )
+        package = torch._inductor.aoti_load_package(path)
+        run = lambda x: (package(x),)  # noqa: E731
+    x = tokens(508, 2, 1, 128)[:, 0]
+    expected = layer(x, lambda q, k, v: by_selected(q, k, v, CUBES)[0])
+    assert support.relative_l1(run(x)[0], expected) < 1e-3
 
 
 @torch.no_grad()

@@ -276,6 +276,26 @@ def test_hopper_kernel_by_lists_keeps_its_tiles_in_registers(pv, head_dim, band,
     assert all(spilled(loop) <= allowed for loop in loops), [spilled(loop) for loop in loops]
 
 
+@picked(
+    ("fp8", 64, (128, 64)),
+    pv=["fp8", "16bit"], head_dim=[64, 128], blocks=[(192, 128), (128, 64)],
+)  # fmt: skip
+def test_an_order_of_tokens_leaves_the_loops_as_they_are(pv, head_dim, blocks):
+    """Its rows of q are still read 16 bytes at a time, and so are those of o stored. A thread has two
+    rows, and asks where they are for q of the first tile and of the next one, for o and for lse."""
+    tile = tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks)
+    given = noted.in_order(blocks)
+    ordered = hopper_of(tile, pv, D=head_dim, **given).asm
+    plain = hopper_of(tile, pv, D=head_dim, **given | {"perm": None}).asm
+    for access in ("ld.global.v4", "st.global.v4"):
+        assert ordered["ptx"].count(access) == plain["ptx"].count(access) > 0
+    asked = ordered["ptx"].count("ld.global.b32") - plain["ptx"].count("ld.global.b32")
+    assert asked == 8 * tile.warpgroups
+    loops = [loops_over_keys(each["cubin"]) for each in (plain, ordered)]
+    for before, after in zip(*loops, strict=True):
+        assert abs(len(after) - len(before)) <= 8 and spilled(after) <= spilled(before)
+
+
 @pytest.mark.parametrize(
     "head_dim, blocks, warpgroups, keys",
     [(128, (64, 64), 3, 64), (128, (128, 128), 2, 128), (64, (192, 256), 3, 128),

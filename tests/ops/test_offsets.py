@@ -329,6 +329,12 @@ CALLS = {
     "Hopper": hopper(2), "Hopper, split": hopper(2, lengths=noted.SPLIT),
     "Hopper, band": hopper(2, **BOTH), "Hopper, mask": hopper(2, mask="transposed", right=0),
     "Hopper, lists": (noted.sdpa, dict(recipe="sage1-per-token", size=(128, 128))),
+    "Hopper, in an order": (noted.sdpa, dict(recipe="sage2-8b-per-token", **noted.in_order())),
+    **{
+        f"{recipe} in an order": (noted.sdpa, dict(recipe=recipe, pointers=pointers, **noted.in_order()))
+        for recipe, pointers in (("sage2-8b", True), ("sage1-per-token", False), ("sage2-4b", False))
+    },
+    "pool in an order": (noted.pool, dict(D=80, block=192, shifted=True, ordered=True)),
     "Hopper, lists and mask": (noted.sdpa, dict(recipe="sage2-8b-per-token", size=(64, 192), mask="keys", **BOTH)),
     "Hopper, split, 16 bits": hopper(3, "16bit", lengths=noted.SPLIT),
 }  # fmt: skip

@@ -428,13 +428,14 @@ def test_the_arguments_of_saved_programs_are_what_was_declared():
     """Where this fails: as above."""
     names = {
         op: [a.name for a in getattr(torch.ops.sage, op).default._schema.arguments]
-        for op in ("sdpa", "prepare", "select_blocks", "with_sink")
+        for op in ("sdpa", "prepare", "cube_order", "select_blocks", "with_sink")
     }
     assert (recipes.MEANING, names) == (2, {
         "sdpa": ["q", "k", "v", "attn_mask", "prepared", "left", "right", "bottom_right", "scale",
-                 "recipe", "warpgroups", "out_bnhd", "portable", *BlockLists._fields],
+                 "recipe", "warpgroups", "out_bnhd", "portable", *BlockLists._fields, "perm"],
         "prepare": ["k", "v", "attn_mask", "recipe", "portable"],
-        "select_blocks": ["q", "k", "scale", *Selection._fields, "block_q", "block_kv"],
+        "cube_order": ["x", "size", "cube", "before"],
+        "select_blocks": ["q", "k", "scale", *Selection._fields[:5], "block_q", "block_kv", "perm"],
         "with_sink": ["out", "lse", "sink"],
     })  # fmt: skip
 

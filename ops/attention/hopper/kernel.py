@@ -29,6 +29,7 @@ Flags, and what each needs:
     FP8        p and v are in FP8, else in 16 bits    without it BLOCK_DV <= 128
     OWN        k has a scale a row at the diagonal    CAUSAL, not BOUNDED
     ROTATED, KEEPS_MAX                                anything
+    Perm         q and o in another order: layout.py  LISTED, not KEEPS_MAX
 
     part     what the rows of a warpgroup see of its blocks       variants
     FULL     all                                                  all but a band without lists
@@ -61,6 +62,7 @@ from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
+from sage_inductor.ops.layout import token_of
 from sage_inductor.ops.quantize.rotate import butterflies, odd_of
 
 _INT8_MAX = gl.constexpr(QK["int8"].largest)
@@ -203,7 +205,8 @@ def _load_q(b, h, row0, ctx):
     rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
     d = gl.arange(0, ctx.BLOCK_D, layout=gl.SliceLayout(0, L))
     q = ctx.Q + ((b.to(gl.int64) * ctx.stride_qb + h.to(gl.int64) * ctx.stride_qh) >> 1)
-    q = q + ((rows.to(gl.int64) * ctx.stride_qn) >> 1)[:, None] + d[None, :]
+    token = token_of(ctx.Perm, rows, ctx.N_q)
+    q = q + ((token.to(gl.int64) * ctx.stride_qn) >> 1)[:, None] + d[None, :]
     return gl.load(q, mask=(rows < ctx.N_q)[:, None] & (d < ctx.D)[None, :], other=0.0)
 
 
@@ -532,7 +535,8 @@ def _store(chunks, m, total, row0, tile, ctx):
     out = ctx.Out + (
         (tile.b.to(gl.int64) * ctx.stride_ob + tile.h.to(gl.int64) * ctx.stride_oh) >> 1
     )
-    out = out + gl.expand_dims((rows.to(gl.int64) * ctx.stride_on) >> 1, 1)
+    token = token_of(ctx.Perm, rows, ctx.N_q)
+    out = out + gl.expand_dims((token.to(gl.int64) * ctx.stride_on) >> 1, 1)
     for chunk in gl.static_range(ctx.BLOCK_DV // ctx.CHUNK):
         o = chunks[chunk] * gl.expand_dims(inverse, 1)
         if ctx.FP8:
@@ -552,7 +556,8 @@ def _store(chunks, m, total, row0, tile, ctx):
     lse = (m - OFFSET + gl.log2(total)) * _LN2
     rows = row0 + gl.arange(0, 64, layout=m.type.layout)
     head = tile.b * ctx.H_q + tile.h
-    gl.store(ctx.Lse + head.to(gl.int64) * ctx.N_q + rows, lse, mask=rows < ctx.N_q)
+    token = token_of(ctx.Perm, rows, ctx.N_q)
+    gl.store(ctx.Lse + head.to(gl.int64) * ctx.N_q + token, lse, mask=rows < ctx.N_q)
     if ctx.KEEPS_MAX:
         gl.store(ctx.Lse + (ctx.heads + head).to(gl.int64) * ctx.N_q + rows, m, mask=rows < ctx.N_q)
 
@@ -761,6 +766,7 @@ def _hopper_kernel(
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; without the other two
     Words, List,  # tile_lists.py; if MASK, if LISTED
+    Perm,  # int32 [N_q], if LISTED, or None: the order of q's tiles, and that of k and v
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32; KEEPS_MAX: [2, ...], m is the second
     Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o; m, l
     # if SPLIT

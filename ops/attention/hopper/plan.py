@@ -103,8 +103,9 @@ def launch(
         plan.lists.rank.by(run, list_)
     of_v = v, a.v_scale, a.v_mean
     plan.attend.by(
-        run, q, k, a.k_scale, k_own, k_own_scale, *of_v, words, list_, out, lse, part, part_ml
-    )
+        run, q, k, a.k_scale, k_own, k_own_scale, *of_v, words, list_, a.perm, out, lse, part,
+        part_ml,
+    )  # fmt: skip
     if plan.combine:
         plan.combine.by(run, part, part_ml, a.v_scale, a.v_mean, out, lse)
     return out, lse
