@@ -47,7 +47,7 @@ from sage_inductor.ops.sparse.selector import BLOCK_SIZE, PARTS, Selection
 
 EYES = Size(0, 0, 0, 4096, 32, 400, 0, 15)
 SIZES = {
-    "cpu": Size(3, 2, 64, 1024, 4, 700, 8),
+    "cpu": Size(3, 2, 64, 1024, 4, 1200, 8, rate=2e-3),
     "cuda": Size(3, 2, 128, 4096, 16, 4000, 64, 60),
 }
 DENSITIES = 0.5, 0.3, 0.2

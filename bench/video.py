@@ -63,10 +63,10 @@ def videos(count: int, T: int, generator: torch.Generator) -> tuple[Tensor, Tens
     y, x = side[:, None].expand(IMAGE, -1), side.expand(IMAGE, -1)
     slope, ground = uniform(-0.3, 0.3, 2, 1), uniform(-0.6, 0.0, 1)
     video = (ground + slope[:, 0] * x + slope[:, 1] * y).expand(-1, T, -1, -1)
-    time = torch.linspace(-1, 1, T, device=device)[:, None, None]
+    time = (torch.arange(T, device=device) - (T - 1) / 2)[:, None, None]
     drift = (math.pi / 2) * towards[:, None, None, None]  # of all discs of a video
     for _ in range(DISCS):
-        angle, speed = drift + uniform(-0.4, 0.4, 1), uniform(0.3, 0.7, 1)
+        angle, speed = drift + uniform(-0.4, 0.4, 1), uniform(0.04, 0.09, 1)
         dx = x - uniform(-0.6, 0.6, 1) - speed * angle.cos() * time  # [count, T, IMAGE, IMAGE]
         dy = y - uniform(-0.6, 0.6, 1) - speed * angle.sin() * time
         turn, waves, phase = uniform(0, math.pi, 1), uniform(8, 16, 1), uniform(0, 6.28, 1)

@@ -206,8 +206,8 @@ def test_videos_move_as_their_class_says():
     assert drawn.shape == (64, 4, 64, 64) and drawn.abs().max() <= 1
     assert set((labels // video.DIRECTIONS).tolist()) == set(range(video.KINDS))
     later = drawn[labels == 0][:, 1:]  # plain discs, to the right
-    moved = [(drawn[labels == 0][:, :-1].roll(d, 3) - later).square().mean() for d in (6, -6)]
-    assert moved[0] < 0.7 * moved[1]
+    moved = [(drawn[labels == 0][:, :-1].roll(d, 3) - later).square().mean() for d in (2, -2)]
+    assert moved[0] < 0.5 * moved[1]
 
 
 def untrained():
