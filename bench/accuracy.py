@@ -223,7 +223,7 @@ def main(argv=None) -> int:
         show(f"\n{shipped_table(rows)}")
     for subject in trained.subjects(args.models, trained.SIZES[size], device):
         result["models"][subject.name] = subject.note
-        calls = capture(subject)
+        calls = capture(subject.model, subject.example)
         for name, table in tables(calls[0].q.shape[3], args.recipes).items():
             if name in names:
                 rows = measure(name, table, subject.name, calls)

@@ -48,7 +48,7 @@ def attending(function: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> Ite
 
 
 @torch.no_grad()
-def capture(subject: Subject) -> list[Call]:
+def capture(model: torch.nn.Module, inputs: tuple[Tensor, ...]) -> list[Call]:
     """What each attention call of one forward pass is given, in order."""
     found, sdpa = [], F.scaled_dot_product_attention
 
@@ -57,7 +57,7 @@ def capture(subject: Subject) -> list[Call]:
         return sdpa(q, k, v, is_causal=is_causal)
 
     with attending(record):
-        subject.model(*subject.example)
+        model(*inputs)
     return found
 
 

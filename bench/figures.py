@@ -13,16 +13,6 @@ COLOURS = {"cuDNN": "slategray", "flash": "goldenrod", "flex": "tab:orange", "in
            "comfy-kitchen": "tab:orange"}  # fmt: skip
 SAGE_COLOURS = ("tab:green", "tab:purple", "tab:red")  # one per recipe
 CURVES = {"exact": "gold", "bf16": "tab:blue", "FP8 backward": "tab:green", "SageBwd": "tab:red"}
-# Choices of keys that the plot has: those of the selector (a CPU's result names it by its
-# threshold), and what it is to be compared with.
-IN_SPARSE = (
-    "exact",
-    "similarity 0.0",
-    "sage2-8b-per-token",
-    "pruned keys",
-    "skip-softmax",
-    "random",
-)
 # Of the README's plot: the family of shapes, and each line's name.
 OVERVIEW = "D=128"
 IN_OVERVIEW = {
@@ -265,32 +255,32 @@ def draw_models(result: dict, path: Path) -> None:
 
 
 def draw_sparse(result: dict, path: Path) -> None:
-    """A panel per figure against density, a line for each choice of IN_SPARSE, and dashed for the
-    first of them with its first steps dense. The table has all. A figure that is equal at density
-    1 is left out."""
-    titles = {"psnr": "PSNR to samples of exact attention, dB", "frechet": "Frechet distance"}
-    shown = [name for name in titles if any(row.get(name) for row in result["rows"])]
-    figure, axes = subplots(path, 1, len(shown), figsize=(5.5 * len(shown), 4.4))
-    choices = groups(result["rows"], "choice")
-    choices = [name for name in IN_SPARSE if name in choices]
-    rows = [
-        row for row in result["rows"]
-        if row["choice"] in choices[: 1 if row["dense_steps"] else None]
-    ]  # fmt: skip
-    for axis, name in zip(axes[0], shown, strict=True):
-        for title, its in sparse.by_choice(rows).items():
-            points = sorted((row["density"], row[name]) for row in its if row[name] is not None)
+    """Against density, without dense steps: PSNR by each way in both orders of tokens, PSNR by the
+    curves in cubes, and the Frechet distance, where there is one."""
+    rows = [row for row in result["rows"] if not row["dense_steps"]]
+    built, curves_of = (
+        [row for row in rows if row["way"] in each] for each in (sparse.WAYS, sparse.CURVES)
+    )
+    beside = [row for row in built if (row["order"], row["way"]) in (sparse.ROW, ("cubes", "drop"))]
+    panels = {"PSNR to the dense model's samples, dB": ("psnr", built),
+              "PSNR, cubes: what else was tried": ("psnr", beside + curves_of)}  # fmt: skip
+    if "frechet" in rows[0]:
+        panels["Frechet distance"] = "frechet", built
+    figure, axes = subplots(path, 1, len(panels), figsize=(5 * len(panels), 4.8))
+    for axis, (name, (figure_of, its)) in zip(axes[0], panels.items(), strict=True):
+        ways = list(groups(its, "way"))
+        for title, line in sparse.by_title(its).items():
+            points = sorted((row["density"], row[figure_of]) for row in line)
             axis.plot(
                 *zip(*points, strict=True), label=title, marker=".",
-                color=f"C{choices.index(its[0]['choice'])}",
-                linestyle="--" if its[0]["dense_steps"] else "-",
+                color=f"C{ways.index(line[0]['way'])}",
+                linestyle="--" if line[0]["order"] == "raster" else "-",
             )  # fmt: skip
         axis.set_xlabel("part of the keys that is computed")
-        axis.set_title(titles[name], fontsize=10)
+        axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.3)
-    lines, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="lower center", ncol=3, fontsize=9)
-    keep(figure, "A small diffusion transformer", result, path, legend=0.1)
+        axis.legend(fontsize=7)
+    keep(figure, "A small video diffusion transformer", result, path)
 
 
 def draw_curves(result: dict, path: Path) -> None:

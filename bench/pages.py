@@ -57,7 +57,8 @@ ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
-    "sparse", "linear", "lists", "selected", "whole", "beside", "decode", "decoding", "comfyui",
+    "sparse", "sparse-trained", "linear", "lists", "selected", "whole", "beside", "decode",
+    "decoding", "comfyui",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -373,6 +374,7 @@ TABLES = {
     "short": accuracy_in_short,
     "sockets": of("parallel-sockets", parallel.table),
     "sparse": sections(("sparse",), trained_section),
+    "sparse_trained": of("sparse-trained", sparse.trained_table),
     "speed": sections(SPEED, speed_section),
     "training": of("training", accuracy.training_table),
     "training_lengths": lambda _: lengths_of(cost.TRAINED),

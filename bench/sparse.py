@@ -1,226 +1,424 @@
-"""What leaving out keys costs a diffusion transformer: quality of its samples against density.
+"""What leaving out keys costs a video model: its samples against density, by the order of tokens
+and by what stands for the keys that are left out.
 
-$ python bench/sparse.py                       # on two CPU cores an hour
-$ python bench/sparse.py --json --budget 220   # and bench/results/GPU/DATE-sparse.json
+$ python bench/sparse.py                       # on one busy CPU core an hour
+$ python bench/sparse.py --json --budget 195   # and bench/results/GPU/DATE-sparse.json
 
-The model is bench/trained.py's dit with 1,024 tokens, in bf16; psnr and frechet are its, beside
-samples of exact attention. Density is the part of the keys that a query computes, the mean over
-heads, layers and all steps. With dense steps so many first ones of 12 compute all keys.
+The model is bench/video.py's. A block of 128 queries (a tile) computes the blocks of 64 keys that
+``sage::select_blocks`` names, without a threshold of self-similarity: the diagonal, and by pooled
+scores as many as the density asks for. Attention is plain PyTorch in fp32. With x_ij = s q_i.k_j, a
+block J of which tile I computes some keys J(I), or none, stands in its softmax as one key more:
 
-RECIPES: blocks by ``sage::select_blocks`` in exact attention (SDPA, a mask in the place of the
-lists), or in ``sage::sdpa`` by the lists: its kernels, on CPU the emulation. With two names the
-second computes the steps of EDGE.
-OTHERS: exact attention by other keys than those, at the density that the selector has. Of
-skip-softmax that is the part of p v: q k^T, the other half of the work, is computed for all keys.
+    o_i = (sum_J sum_{j in J(I)} e^x_ij v_j + sum_J e^(s q_i.k_J + b_IJ) v_J) / (the same without v)
 
-Shapes: B batch, H heads, N tokens, D head_dim, M_q blocks of queries, M_kv of keys.
+with the block's means k_J and v_J, and b_IJ = log(keys of J that are not in J(I)), or what TAILS
+says. So b is -inf for a block that is computed whole: none of its keys counts twice.
+
+psnr: of samples to the dense model's of the same noise, in dB. frechet: of their features to drawn
+videos'. snr: of attention's output to exact attention's, less the mean of v, in dB, for each layer
+at a noise level; there q, k and v are the dense model's. Density counts the steps that are dense.
+
+The second table is of that model trained further by another rule for the blocks, SLA's
+(arXiv:2509.24006) without its linear branch, in raster order: what it loses if another rule than
+its own serves it.
+
+Shapes: B batch, H heads, N tokens, D head_dim, M_q tiles, M_kv blocks of keys, M_t of the tail.
 """
 
-import functools
+import copy
+import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from bench import harness, trained
-from bench.capture import attending
+from bench import harness, video
+from bench.capture import attending, capture
 from bench.tables import groups, markdown
-from bench.trained import EULER, Size, Subject
+from bench.trained import EULER, Size, train
+from bench.video import Subject
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.reference.exact import how_often
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
-from sage_inductor.ops.visibility import NO_LISTS, BlockLists
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, PARTS, Selection
 
-EYES = {"cpu": Size(2, 2, 64, 256, 16, 100, 1), "cuda": Size(2, 2, 64, 256, 64, 600, 1, 10)}
-SIZES = {"cpu": Size(3, 2, 64, 1024, 4, 400, 4), "cuda": Size(4, 4, 128, 1024, 32, 4000, 256, 80)}
-TOP_K = 1.0, 0.7, 0.5, 0.3, 0.2
-DENSE_STEPS = 0, 3
-STEP = 64, 128  # queries and keys: a warpgroup's in the Hopper kernel
-EDGE = 3, 1  # the first steps and the last
-ENOUGH = 64  # images: of fewer a Frechet distance says nothing (of 4, samples "beat" exact ones)
-
-
-# -- the keys, as lists of blocks or bool [B, H, 1, N] ----
-
-
-def selected(q: Tensor, k: Tensor, top_k: float, density: float, similarity=0.1) -> BlockLists:
-    selection = Selection(top_k, similarity=similarity)
-    found = torch.ops.sage.select_blocks(q, k, q.shape[3] ** -0.5, *selection.ranked, *BLOCK_SIZE)
-    return BlockLists(*found, None, None, *BLOCK_SIZE)
+EYES = Size(0, 0, 0, 4096, 32, 400, 0, 15)
+SIZES = {
+    "cpu": Size(3, 2, 64, 1024, 4, 1200, 8, rate=2e-3),
+    "cuda": Size(3, 2, 128, 4096, 16, 4000, 64, 60),
+}
+DENSITIES = 0.5, 0.3, 0.2
+DENSE_STEPS = 3
+LEVELS = 0.9, 0.5, 0.15  # of noise
+ENOUGH = 64  # videos: of fewer a Frechet distance says nothing
+MORE = 64  # keys that a tile computes beside its blocks
+FURTHER = {"steps": 500, "rate": 3e-4, "seconds": math.inf}  # of the training by SLA's rule
+SLA_SHARE = 0.2
+SERVED = "sage2-8b-per-token"
 
 
-def drawn(q: Tensor, k: Tensor, top_k: float, density: float) -> BlockLists:
-    """As many as are selected, and one of them on the diagonal."""
-    lists = selected(q, k, top_k, density)
-    scores = torch.rand(lists.kv_indices.shape, device=q.device)
-    m = torch.arange(scores.shape[2])
-    scores[..., m, m * BLOCK_SIZE[0] // BLOCK_SIZE[1]] = -1
-    return lists._replace(kv_indices=scores.argsort(3).int())
+# -- which keys a tile computes ----
 
 
-def windows(q: Tensor, k: Tensor, top_k: float, density: float) -> BlockLists:
-    """Every s-th block for half of the density, then those nearest to the diagonal. The same for
-    all heads."""
-    M_q, M_kv = (-(-x.shape[2] // n) for x, n in zip((q, k), BLOCK_SIZE, strict=True))
-    of_q, of_kv = (
-        (torch.arange(M, device=q.device) + 0.5) * n
-        for M, n in zip((M_q, M_kv), BLOCK_SIZE, strict=True)
+def means(x: Tensor, n: int) -> Tensor:
+    """Of each n rows of x [B, H, N, D], and of those that are left: [B, H, ceil(N / n), D]."""
+    N = x.shape[2]
+    rows = (N - torch.arange(0, N, n, device=x.device)).clamp(max=n)
+    return F.pad(x, (0, 0, 0, -N % n)).unflatten(2, (-1, n)).sum(3) / rows[:, None]
+
+
+def pooled(q: Tensor, k: Tensor, density: float, similarity: float = 0.0) -> Tensor:
+    """Our rule's blocks: bool [B, H, M_q, M_kv], round(density * M_kv) of a row, but at least the
+    diagonal, and more by a threshold of self-similarity."""
+    tile, block = BLOCK_SIZE
+    M, diagonal = -(-k.shape[2] // block), tile // block
+    rest = max(1, M - diagonal)
+    more = max(0, round(density * M) - diagonal)
+    selection = Selection(more * PARTS // rest / PARTS, similarity=similarity)
+    scale = q.shape[3] ** -0.5
+    counts, indices = torch.ops.sage.select_blocks(q, k, scale, *selection.ranked, *BLOCK_SIZE)
+    first = torch.arange(M, device=q.device) < counts[..., None]
+    return torch.zeros_like(first).scatter_(3, indices.long(), first)
+
+
+@torch.no_grad()
+def sla(q: Tensor, k: Tensor, share: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """SLA's blocks, bool [B, H, M_q, M_kv]: int(share * M_kv) of a row, at least one, by the
+    product of means, each rounded to dtype. Nothing is always kept, and nothing is scaled."""
+    k = k.to(dtype) - k.to(dtype).mean(2, keepdim=True)
+    q_mean, k_mean = (
+        means(x.float(), n).to(dtype) for x, n in zip((q.to(dtype), k), BLOCK_SIZE, strict=True)
     )
-    apart = (of_q[:, None] - of_kv).abs()
-    apart[:, :: round(2 / density)] = -1
-    counts = torch.full((1, 1, M_q), round(density * M_kv), dtype=torch.int32, device=q.device)
-    return BlockLists(counts, apart.argsort(1).int()[None, None], None, None, *BLOCK_SIZE)
+    with torch.autocast(q.device.type, enabled=False):
+        scores = q_mean @ k_mean.mT
+    count = max(1, int(share * scores.shape[3]))
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    return kept.scatter_(3, scores.topk(count).indices, True)
 
 
-def pruned(q: Tensor, k: Tensor, top_k: float, density: float) -> Tensor:
-    """The keys of a head that its queries attend to most, on average: the same for all queries."""
-    attention = (q @ k.mT * q.shape[3] ** -0.5).softmax(-1, dtype=torch.float32).mean(2)
-    most = attention.topk(round(density * k.shape[2])).indices
-    return torch.zeros_like(attention, dtype=torch.bool).scatter_(2, most, True).unsqueeze(2)
+def keys_of(kept: Tensor, N: int) -> Tensor:
+    """The keys of blocks: bool [B, H, M_q, N]."""
+    return kept.repeat_interleave(BLOCK_SIZE[1], 3)[..., :N]
 
 
-def skipped(q: Tensor, k: Tensor, top_k: float, density: float) -> Tensor:
-    """Skip-softmax (BLASST, arXiv:2512.12087): a step of the kernel leaves out p v where its scores
-    are far enough below the largest so far, in each row. The threshold is a call's, and leaves
-    `density` of the steps; q k^T they compute all the same."""
-    (N_q, N_kv), (rows, keys) = (q.shape[2], k.shape[2]), STEP
-    scores = (q @ k.mT).float() * q.shape[3] ** -0.5
-    scores = F.pad(scores, (0, -N_kv % keys, 0, -N_q % rows), value=-math.inf)
-    largest = scores.unflatten(3, (-1, keys)).amax(4)
-    before = F.pad(largest.cummax(3).values[..., :-1], (1, 0), value=-math.inf)
-    above = (largest - before).nan_to_num(-math.inf, math.inf)  # nan: rows that are padding
-    above = above.unflatten(2, (-1, rows)).amax(3)
-    least = above.flatten().kthvalue(above.numel() - round(density * above.numel()) + 1).values
-    kept = (above >= least).repeat_interleave(rows, 2).repeat_interleave(keys, 3)
-    return kept[:, :, :N_q, :N_kv]
+def with_more(q: Tensor, k: Tensor, seen: Tensor, group: int) -> Tensor:
+    """And MORE keys that a tile does not see yet, in groups of neighbours, by the product of the
+    tile's mean and the group's."""
+    scores, hidden = means(q, BLOCK_SIZE[0]) @ means(k, group).mT, seen[..., ::group]
+    best = scores.masked_fill(hidden, -math.inf).topk(MORE // group).indices
+    found = torch.zeros_like(hidden).scatter_(3, best, True)
+    return seen | found.repeat_interleave(group, 3)[..., : k.shape[2]]
+
+
+# -- attention ----
+
+TAILS = {
+    "drop": "nothing",
+    "tile": "q_i is its tile's mean: one number for all of the tile's queries",
+    "row": "as above",
+    "variance": "b + s^2/2 sum_d q_id^2 var_J(k_d): of independent normal channels",
+    "scout": "b = log of the sum over J's other keys of e^(s q_I.(k_j - k_J)), q_I the tile's mean",
+}
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, tail: str = "drop", block: int = 64
+) -> Tensor:
+    """Attention [B, H, N, D] by the keys that each tile sees, bool [B, H, M_q, N], and by a tail of
+    blocks of so many keys for the others. q, k, v [B, H, N, D]."""
+    (N, D), tile = q.shape[2:], BLOCK_SIZE[0]
+    q, k = q * D**-0.5, k - k.mean(2, keepdim=True)
+    bias = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
+    keys, values = k, v
+    if tail != "drop":
+        k_mean = means(k, block)
+        keys, values = torch.cat([k, k_mean], 2), torch.cat([v, means(v, block)], 2)
+        left = F.pad(~seen, (0, -N % block)).unflatten(3, (-1, block))  # [B, H, M_q, M_t, block]
+        log_mass = left.sum(4).log()
+        centroid = means(q, tile)
+        if tail == "scout":
+            apart = centroid @ (k - k_mean.repeat_interleave(block, 2)[:, :, :N]).mT
+            apart = F.pad(apart, (0, -N % block)).unflatten(3, (-1, block))
+            log_mass = apart.masked_fill(~left, -math.inf).logsumexp(4)
+        bias = torch.cat([bias, log_mass], 3)
+
+    rows = F.pad(q, (0, 0, 0, -N % tile))
+    scores = (rows @ keys.mT).unflatten(2, (-1, tile))  # [B, H, M_q, tile, N + M_t]
+    if tail == "tile":
+        scores[..., N:] = (centroid @ k_mean.mT).unsqueeze(3)
+    elif tail == "variance":
+        spread = means(k.square(), block) - k_mean.square()
+        scores[..., N:] += (rows.square() @ spread.mT / 2).unflatten(2, (-1, tile))
+    scores += bias.unsqueeze(3)
+    return (scores.softmax(-1).flatten(2, 3) @ values)[:, :, :N]
+
+
+def served(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
+    """By the kernels of SERVED that take lists of blocks, on CPU the emulation."""
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    lists = (
+        kept.sum(3).int(),
+        (~kept).int().argsort(dim=3, stable=True).int(),
+        None,
+        None,
+        *BLOCK_SIZE,
+    )
+    return torch.ops.sage.sdpa(
+        q, k, v, None, [], None, None, False, q.shape[3] ** -0.5, NAMED[SERVED].encode(), None,
+        False, False, *lists,
+    )[0].float()  # fmt: skip
 
 
 # -- the cases ----
 
-RECIPES = {
-    "exact": None,
-    "sage2-8b-per-token": ("sage2-8b-per-token",) * 2,
-    "sage2-4b, edges sage1-per-token": ("sage2-4b", "sage1-per-token"),
+
+class Way(NamedTuple):
+    """tail and block: `attend`'s. group: `with_more`'s, 0: no key more. similarity: `pooled`'s."""
+
+    tail: str = "drop"
+    block: int = 64
+    group: int = 0
+    similarity: float = 0.0
+
+
+WAYS = {
+    "drop": Way(),
+    "tile-wide tail": Way("tile"),
+    "row tail of 64": Way("row"),
+    "row tail of 32": Way("row", 32),
 }
-OTHERS = {
-    "pruned keys": pruned,
-    "skip-softmax": skipped,
-    "window and stride": windows,
-    "similarity 0": functools.partial(selected, similarity=0.0),
-    "similarity 0.2": functools.partial(selected, similarity=0.2),
-    "random": drawn,
+CURVES = {  # in cubes alone
+    "variance": Way("variance"),
+    "scout": Way("scout"),
+    "row tail, a block more": Way("row", group=64),
+    "row tail, 4 groups of 16 more": Way("row", group=16),
+    "row tail, 64 tokens more": Way("row", group=1),
 }
+OURS = {"drop, similarity 0.1": Way(similarity=0.1)}  # what `keep` does, in raster order
+ORDERS = "raster", "cubes"
 
 
 class Case(NamedTuple):
-    choice: str
-    top_k: float
-    dense_steps: int
-    keys: Callable
-    recipes: tuple[str, str] | None  # of the steps between and at the edges; None: exact
+    order: str
+    way: str
+    asked: float  # density, without dense steps
+    dense_steps: int = 0
 
 
 def cases() -> Iterator[Case]:
-    for choice, recipes in RECIPES.items():
-        for dense_steps in DENSE_STEPS:
-            for top_k in TOP_K:
-                if top_k < 1 or not dense_steps:
-                    yield Case(choice, top_k, dense_steps, selected, recipes)
-    for choice, keys in OTHERS.items():
-        yield from (Case(choice, top_k, 0, keys, None) for top_k in TOP_K if top_k < 1)
+    """What matters most comes first: a budget leaves out the last."""
+    for steps in (0, DENSE_STEPS):
+        for order in ORDERS:
+            yield from (Case(order, way, asked, steps) for way in WAYS for asked in DENSITIES)
+        if not steps:
+            yield from (Case("cubes", way, asked) for way in CURVES for asked in DENSITIES)
+            yield from (Case("raster", way, asked) for way in OURS for asked in DENSITIES)
 
 
 class Sparse:
-    """Attention of a case. density: of the selector, for keys that are to be as many. densities: of
-    the calls so far."""
+    """Attention of a case. densities: of the calls so far."""
 
-    def __init__(self, case: Case, calls: int, density: float = 0.0):
-        self.case, self.calls, self.density = case, calls, density
+    def __init__(self, case: Case, subject: Subject):
+        self.case, self.calls = case, subject.calls
+        self.way = (WAYS | CURVES | OURS)[case.way]
+        self.order = None
+        if case.order == "cubes":
+            self.order = video.cubes(subject.model.shape).to(subject.model.angles.device)
         self.made, self.densities = 0, []
         self.sdpa = F.scaled_dot_product_attention
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        step, case = self.made // self.calls, self.case
+        step = self.made // self.calls
         self.made += 1
-        keys, density = NO_LISTS, torch.ones((), device=q.device)
-        if case.top_k < 1 and step >= case.dense_steps:
-            keys = case.keys(q, k, case.top_k, self.density)
-            density = keys.float().mean() if isinstance(keys, Tensor) else share(keys)
-        self.densities.append(density)
-        if case.recipes:
-            at_edge = step < EDGE[0] or step >= EULER - EDGE[1]
-            recipe = NAMED[case.recipes[at_edge]].encode()
-            scale = q.shape[3] ** -0.5
-            return torch.ops.sage.sdpa(
-                q, k, v, None, [], None, None, False, scale, recipe, None, False, False, *keys
-            )[0]
-        if keys is NO_LISTS:
+        if step < self.case.dense_steps:
+            self.densities.append(torch.ones((), device=q.device))
             return self.sdpa(q, k, v)
-        if isinstance(keys, BlockLists):
-            keys = how_often(keys, q.shape[2], k.shape[2], None, None, False) > 0
-        return self.sdpa(q, k, v, attn_mask=keys)
+        if self.order is not None:
+            q, k, v = (x[:, :, self.order] for x in (q, k, v))
+        seen = keys_of(pooled(q, k, self.case.asked, self.way.similarity), k.shape[2])
+        if self.way.group:
+            seen = with_more(q, k, seen, self.way.group)
+        self.densities.append(seen.float().mean())
+        o = attend(q, k, v, seen, self.way.tail, self.way.block)
+        return o if self.order is None else o[:, :, self.order.argsort()]
 
 
-def share(lists: BlockLists) -> Tensor:
-    return lists.kv_num_blocks.sum() / lists.kv_indices.numel()
-
-
-@torch.no_grad()
 def measure(subject: Subject, until: float = math.inf) -> Iterator[dict]:
-    """A row for each case that can be computed, printed as it comes; none that would begin after
-    `until` of time.perf_counter()."""
-    exact, densities = subject.run(subject.model), {}
+    """A row for each case, printed as it comes; none that would begin after `until` of
+    time.perf_counter()."""
+    exact = subject.run(subject.model)
+    calls = {level: capture(subject.model, subject.inputs(level)) for level in LEVELS}
     for case in cases():
         if time.perf_counter() > until:
             print("the budget is spent: the other cases are left out", flush=True)
             return
-        attention = Sparse(case, subject.calls, densities.get(case.top_k, 0.0))
-        torch.manual_seed(0)
-        what = f"  {case.choice:32} top_k {case.top_k}, {case.dense_steps} dense steps"
-        try:
-            with attending(attention):
-                figures = subject.score(subject.run(subject.model), exact)
-        except Exception as error:  # one that fails must not cost the others
-            print(f"{what}: {type(error).__name__}: {error}", flush=True)
-            continue
+        attention = Sparse(case, subject)
+        with attending(attention):
+            figures = subject.score(subject.run(subject.model), exact)
         density = torch.stack(attention.densities).mean().item()
-        densities.setdefault(case.top_k, density)  # the first is the selector's
-        row = case._asdict() | figures | {"plan": "sparse", "density": density}
-        del row["keys"]
-        shown = (f"{name} {x or math.inf:.2f}" for name, x in figures.items())  # None: equal
-        print(f"{what}: density {density:.2f}, {', '.join(shown)}", flush=True)
+        row = {"plan": "sparse", **case._asdict(), "density": density, **figures}
+        if not case.dense_steps:
+            for level, its in calls.items():
+                row[f"snr {level}"] = [snr(attention, call) for call in its]
+        print(f"  {title(row):44} density {density:.3f}, {shown(figures)}", flush=True)
         yield row
 
 
+@torch.no_grad()
+def snr(attention: Callable, call) -> float:
+    """In dB, of a captured call."""
+    exact = F.scaled_dot_product_attention(call.q, call.k, call.v)
+    error = attention(call.q, call.k, call.v, False) - exact
+    signal = exact - call.v.mean(2, keepdim=True)
+    return 10 * (signal.double().square().sum() / error.double().square().sum()).log10().item()
+
+
+# -- a model that another rule has trained ----
+
+
+def by_blocks(rule: Callable, tail: str = "drop") -> Callable:
+    """rule(q, k) -> blocks."""
+    return lambda q, k, v, _: attend(q, k, v, keys_of(rule(q, k), k.shape[2]), tail)
+
+
+def measure_trained(subject: Subject, size: Size) -> Iterator[dict]:
+    """subject trained FURTHER by SLA's rule: a row for each way to serve it. Its figures are of
+    samples to those by that rule in fp32."""
+
+    def rule(q, k, dtype=torch.bfloat16):
+        return sla(q, k, SLA_SHARE, dtype)
+
+    def ours(q, k):
+        return pooled(q, k, rule(q, k).float().mean().item())
+
+    model, sdpa = further(subject, by_blocks(rule), size), F.scaled_dot_product_attention
+    ways = {
+        "its rule": by_blocks(rule),
+        f"its rule, {SERVED}": lambda q, k, v, _: served(q, k, v, rule(q, k)),
+        "its rule, scores in fp32": by_blocks(lambda q, k: rule(q, k, torch.float32)),
+        "our rule": by_blocks(ours),
+        f"our rule, {SERVED}": lambda q, k, v, _: served(q, k, v, ours(q, k)),
+        "our rule, row tail of 64": by_blocks(ours, "row"),
+        "dense": lambda q, k, v, _: sdpa(q, k, v),
+    }
+    exact = None
+    for name, attention in ways.items():
+        with attending(attention):
+            samples = subject.run(model)
+        exact = samples if exact is None else exact
+        figures = subject.score(samples, exact)
+        print(f"  trained by sla, {name:34} {shown(figures)}", flush=True)
+        yield {"plan": "sparse-trained", "way": name, "share": SLA_SHARE, **figures}
+
+
+def further(subject: Subject, attention: Callable, size: Size) -> nn.Module:
+    """A copy that has been trained further with attention in the place of SDPA."""
+    model = copy.deepcopy(subject.model).train().requires_grad_(True)
+    size = dataclasses.replace(size, **FURTHER)
+    with attending(attention):
+        train("video by sla", model, lambda: subject.loss(model), size, model.angles.device)
+    return model.float()
+
+
+# -- tables ----
+
+
+def title(row: dict) -> str:
+    """What a line of the table, and of the plot, is called."""
+    steps = row["dense_steps"]
+    return f"{row['order']}, {row['way']}" + (f", first {steps} steps dense" if steps else "")
+
+
+def shown(figures: dict) -> str:
+    psnr, distance = figures["psnr"], figures.get("frechet")
+    parts = ["equal" if psnr is None else f"{psnr:.1f}"]
+    return ", ".join(parts if distance is None else [*parts, f"{distance:.2f}"])
+
+
+def level_means(row: dict) -> list[float]:
+    """The mean signal-to-noise ratio of the layers from the second on, by level: the first sees
+    little but noise."""
+    layers = (row[f"snr {level}"] for level in LEVELS)
+    return [statistics.mean(each[1:] or each) for each in layers]
+
+
 def table(rows: list[dict]) -> str:
-    """A line per way to choose keys, a column per top_k."""
-    columns = groups(rows, "top_k")
-    lines = [["keys", *(f"top_k {x:g}" for x in columns)]]
-    for title, its in by_choice(rows).items():
-        cells = {row["top_k"]: cell(row) for row in its}
-        lines += [[title, *(cells.get(x, "") for x in columns)]]
+    """A line per way, a column per density: samples, attention's output, then GAINS."""
     distance = ", Frechet distance" * ("frechet" in rows[0])
-    return f"The part of the keys that is computed: PSNR in dB{distance}.\n\n{markdown(lines)}"
+    levels = " / ".join(map(str, LEVELS))
+    parts = [
+        f"The part of the keys that is computed: PSNR of samples in dB{distance}.\n",
+        by_density(rows, lambda row: f"{row['density']:.2f}: {shown(row)}"),
+        f"Attention's output in dB, at noise levels {levels}: mean of the layers but the first.\n",
+        by_density(
+            [row for row in rows if not row["dense_steps"]],
+            lambda row: " / ".join(f"{x:.1f}" for x in level_means(row)),
+        ),
+    ]
+    return "\n".join(parts + gains_table(rows))
 
 
-def by_choice(rows: list[dict]) -> dict[str, list[dict]]:
-    """What a line of the table, and of the plot, is called -> its rows."""
+def by_density(rows: list[dict], cell: Callable[[dict], str]) -> str:
+    columns = groups(rows, "asked")
+    lines = [["order of tokens, what stands for the other keys", *map(str, columns)]]
+    for name, its in by_title(rows).items():
+        cells = {row["asked"]: cell(row) for row in its}
+        lines += [[name, *(cells.get(x, "") for x in columns)]]
+    return markdown(lines)
+
+
+def by_title(rows: list[dict]) -> dict[str, list[dict]]:
     found = {}
     for row in rows:
-        steps = row["dense_steps"]
-        title = row["choice"] + (f", first {steps} steps dense" if steps else "")
-        found.setdefault(title, []).append(row)
+        found.setdefault(title(row), []).append(row)
     return found
 
 
-def cell(row: dict) -> str:
-    figures = ["equal" if row["psnr"] is None else f"{row['psnr']:.1f}"]
-    figures += [f"{row['frechet']:.2f}"] if "frechet" in row else []
-    return f"{row['density']:.2f}: {', '.join(figures)}"
+class Gain(NamedTuple):
+    """dB of one (order, way) over another, in the mean of densities. asked: what speaks for it."""
+
+    of: tuple[str, str]
+    over: tuple[str, str]
+    densities: tuple[float, ...]
+    asked: float
+
+
+ROW = "cubes", "row tail of 64"
+GAINS = {
+    "in cubes, row tail of 64 over drop, the mean": Gain(ROW, ("cubes", "drop"), DENSITIES, 2.5),
+    "in cubes, row tail of 64 over tile-wide tail, at 0.3": Gain(
+        ROW, ("cubes", "tile-wide tail"), (0.3,), 1.0
+    ),
+    "in cubes, row tail of 64 over raster, drop, at 0.3": Gain(
+        ROW, ("raster", "drop"), (0.3,), 5.0
+    ),
+}
+
+
+def gains_table(rows: list[dict]) -> list[str]:
+    """Nothing of a gain whose rows a budget has left out."""
+    psnr = {
+        ((row["order"], row["way"]), row["asked"]): row["psnr"]
+        for row in rows
+        if not row["dense_steps"]
+    }
+    lines = [["PSNR of samples", "dB", "asked"]]
+    for name, gain in GAINS.items():
+        pairs = [(psnr.get((gain.of, x)), psnr.get((gain.over, x))) for x in gain.densities]
+        if all(None not in pair for pair in pairs):
+            found = statistics.mean(a - b for a, b in pairs)
+            lines += [[name, f"{found:+.1f}", f"{gain.asked:g}"]]
+    return [markdown(lines)] * (len(lines) > 1)
+
+
+def trained_table(rows: list[dict]) -> str:
+    distance = ", Frechet distance" * ("frechet" in rows[0])
+    share = rows[0]["share"]
+    lines = [["served by", f"PSNR, dB{distance}"], *([row["way"], shown(row)] for row in rows)]
+    return f"Trained further by SLA's rule, {share:g} of the blocks.\n\n{markdown(lines)}"
 
 
 def main(argv=None) -> int:
@@ -232,17 +430,24 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     device = harness.current(args)
     size = SIZES[device.type]
-    subject = trained.dit(size, device, trained.vit(EYES[device.type], device).model)
+    eyes = None
+    if size.evaluated >= ENOUGH:
+        eyes = video.trained_eyes(dataclasses.replace(EYES, N=size.N), device)
+    subject = video.trained_video(size, device, eyes)
     method = (
-        f"{size.evaluated} images, {EULER} steps; edges: the first {EDGE[0]} and the last "
-        f"{EDGE[1]}; blocks of {BLOCK_SIZE}; PSNR to samples of exact attention"
-    ) + ", Frechet distance of their features to other images'" * (size.evaluated >= ENOUGH)
-    model = f"dit, {size.N} tokens, {size.layers} layers, {subject.note}"
+        f"{size.evaluated} videos, {EULER} steps; blocks of {BLOCK_SIZE}; attention in fp32; PSNR "
+        "to samples of the dense model"
+    ) + ", Frechet distance of their features to as many other videos'" * (eyes is not None)
+    T, H, W = subject.model.shape
+    model = (
+        f"video, {T} x {H} x {W} tokens, {size.layers} layers, {size.heads} heads of "
+        f"{size.head_dim}, {subject.note}"
+    )
     result = harness.Result("sparse", method, args, model=model)
     harness.show(model=model)
     for row in measure(subject, started + args.budget):
-        if size.evaluated < ENOUGH:
-            row.pop("frechet", None)
+        result.add([row])
+    for row in measure_trained(subject, size):
         result.add([row])
     return result.end()
 

@@ -44,7 +44,7 @@ class Selection(NamedTuple):
     top_k: float = 0.0  # the fraction of the blocks that are not always kept
     top_p: float = 0.0  # and more, until the softmax over all blocks sums to this
     # Self-similarity below which a block's tokens are not alike; 1 / block for independent ones. At
-    # equal work 0.1 is 3 to 12 dB above 0, and up to 0.7 of the blocks above 0.2 (bench/sparse.py).
+    # equal work 0.1 is 3 to 12 dB above 0, and up to 0.7 of the blocks above 0.2 (bench/NOTES.md).
     similarity: float = 0.1
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end

@@ -28,8 +28,8 @@ class Int8Cache(StaticCache):
 
     Eager code and every compiler compute with the numbers that the codes stand for. Under
     ``backend="sage"`` attention of up to 16 queries reads the codes: on Hopper, where that was
-    timed, or with ``sage.force`` or ``sage.emulate``. ``reset()`` empties the cache for another text. A new cache makes compiled code
-    compile again.
+    timed, or with ``sage.force`` or ``sage.emulate``. ``reset()`` empties the cache for another
+    text. A new cache makes compiled code compile again.
 
     Raises ValueError for a max_cache_len below 1 and for offloading; with the first keys for a
     head_dim that is no multiple of 16 or above 256. Tokens beyond max_cache_len raise IndexError on

@@ -112,7 +112,7 @@ def test_a_package_that_is_not_there_is_named_in_a_line(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["gpt", "vit", "dit"])
 def test_every_layer_is_captured_as_it_is_called(tiny, name):
-    calls = capture.capture(tiny[name])
+    calls = capture.capture(tiny[name].model, tiny[name].example)
     assert len(calls) == tiny[name].calls == 2
     for call in calls:
         assert [x.shape for x in (call.q, call.k, call.v)] == [(1, 2, 64, 32)] * 3

@@ -1,160 +1,336 @@
-"""bench/sparse.py and bench/lists.py: what they measure, their rows, and their tables."""
+"""bench/sparse.py, bench/video.py and bench/lists.py: what they measure, their rows, their tables."""
 
+import dataclasses
 import itertools
 import json
 import math
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bench import lists, pages, sparse, trained
+from bench import lists, pages, sparse, trained, video
 from bench.capture import attending
+from bench.sparse import Case
 from bench.trained import Size
-from sage_inductor.ops.recipe import NAMED, decode
-from sage_inductor.ops.reference.exact import how_often
+
+TINY = Size(1, 1, 16, 512, 2, 2, 2)
 
 
-def subject():
-    """Four steps with two calls each, of tokens that resemble their neighbours."""
-    q, k, v = torch.randn(3, 1, 2, 700, 16).cumsum(3).div(4).unbind(0)
+def smooth(N, heads=2, D=8):
+    """q, k, v of tokens that resemble their neighbours."""
+    return torch.randn(3, 1, heads, N, D).cumsum(3).div(3).unbind(0)
 
-    def model(scale):
-        return sum(F.scaled_dot_product_attention(scale * q, k, v) for _ in range(2))
+
+def naive(q, k, v, seen, tail, block, bug=""):
+    """`sparse.attend` in fp64, a query and a key at a time, with a bug."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, out, s = k - k.mean(2, keepdim=True), torch.empty_like(q), q.shape[3] ** -0.5
+    for h, i in itertools.product(range(q.shape[1]), range(q.shape[2])):
+        tile, query = i // 128, q[0, h, i]
+        centroid = q[0, h, 128 * tile : 128 * tile + 128].mean(0)
+        sees = seen[0, h, tile].tolist()
+        terms = [((s * query @ k[0, h, j]).exp(), v[0, h, j]) for j, it in enumerate(sees) if it]
+        for first in range(0, len(sees) * (tail != "drop"), block):
+            members = range(first, min(first + block, len(sees)))
+            others = [j for j in members if not sees[j]]
+            n = len(others)
+            if bug == "log n omitted":
+                n = min(n, 1)
+            elif bug == "the last block is whole":
+                n += (n > 0) * (block - len(members))
+            elif bug == "a computed block is in the tail":
+                n = n or len(members)
+            elif bug == "keys of both count twice":
+                n = n and len(members)
+            if not n:
+                continue
+            its = k[0, h, list(members)]
+            mean, at = its.mean(0), centroid if tail == "tile" else query
+            weight = n * (s * at @ mean).exp()
+            if tail == "variance":
+                weight *= (s**2 / 2 * (query**2 * its.var(0, correction=0)).sum()).exp()
+            elif tail == "scout":
+                mass = sum((s * centroid @ (k[0, h, j] - mean)).exp() for j in others)
+                weight = (s * query @ mean).exp() * mass
+            terms.append((weight, v[0, h, list(members)].mean(0)))
+        out[0, h, i] = sum(w * value for w, value in terms) / sum(w for w, _ in terms)
+    return out
+
+
+def drawn_keys(N):
+    """Half of the blocks, the last of them only for one head's first tile, and ten single keys."""
+    kept = torch.rand(1, 2, -(-N // 128), -(-N // 64)) < 0.5
+    kept[..., -1] = False
+    kept[0, 0, 0, -1] = kept[..., 0] = True
+    seen, tokens = sparse.keys_of(kept, N), torch.zeros(1, 2, -(-N // 128), N, dtype=torch.bool)
+    return seen | tokens.scatter(3, torch.randint(N, (*tokens.shape[:3], 10)), True)
+
+
+@pytest.mark.parametrize("block", [64, 32])
+@pytest.mark.parametrize("tail", sparse.TAILS)
+def test_attention_is_the_formula(tail, block):
+    q, k, v = smooth(N := 212)
+    seen = drawn_keys(N)
+    out = sparse.attend(q, k, v, seen, tail, block)
+    assert (out - naive(q, k, v, seen, tail, block)).abs().max() < 1e-5
+    every = torch.ones_like(seen)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    assert (sparse.attend(q, k, v, every, tail, block) - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "log n omitted",
+        "the last block is whole",
+        "a computed block is in the tail",
+        "keys of both count twice",
+    ],
+)
+def test_the_formula_with_a_bug_is_another(bug):
+    q, k, v = smooth(N := 212)
+    seen = drawn_keys(N)
+    wrong = naive(q, k, v, seen, "row", 64, bug)
+    assert (sparse.attend(q, k, v, seen, "row") - wrong).abs().max() > 1e-3
+
+
+def test_the_other_tails_are_not_the_tail_of_rows():
+    q, k, v = smooth(N := 212)
+    seen = drawn_keys(N)
+    outs = [sparse.attend(q, k, v, seen, tail) for tail in sparse.TAILS]
+    assert all((a - b).abs().max() > 1e-4 for a, b in itertools.combinations(outs, 2))
+    exact = F.scaled_dot_product_attention(q, k, v)
+    errors = {x: (o - exact).square().sum() for x, o in zip(sparse.TAILS, outs, strict=True)}
+    assert errors["row"] < errors["drop"]
+
+
+def test_means_are_of_the_rows_that_there_are():
+    x = torch.randn(1, 2, 150, 4)
+    expected = torch.stack([part.mean(2) for part in x.split(64, 2)], 2)
+    assert torch.allclose(sparse.means(x, 64), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("density", [0.5, 0.3, 0.2])
+def test_our_rule_has_as_many_blocks_as_are_asked_for(density):
+    """Those of the highest pooled scores, but for the diagonal."""
+    q, k, _ = smooth(2048)
+    kept = sparse.pooled(q, k, density)
+    assert kept.shape == (1, 2, 16, 32) and (kept.sum(3) == round(density * 32)).all()
+    tiles = torch.arange(16)
+    assert kept[:, :, tiles, 2 * tiles].all() and kept[:, :, tiles, 2 * tiles + 1].all()
+    scores = sparse.means(q, 128) @ sparse.means(k, 64).mT
+    own = torch.arange(32) // 2 == tiles[:, None]
+    least = scores.masked_fill(~kept | own, math.inf).amin(3)
+    assert (least >= scores.masked_fill(kept, -math.inf).amax(3)).all()
+    assert sparse.pooled(q, k, density, similarity=1.0).all()
+
+
+@pytest.mark.parametrize("share, count", [(0.2, 6), (0.99, 31), (0.01, 1), (1.0, 32)])
+def test_slas_rule_keeps_the_highest_products_of_means(share, count):
+    """As many as `int` says, without a diagonal; values and means are exact in bf16."""
+    q, k = torch.randint(-2, 3, (2, 1, 2, 2048, 8)).float()
+    k[:, :, 1024:] = -k[:, :, :1024]  # of mean 0
+    kept = sparse.sla(q, k, share)
+    assert kept.shape == (1, 2, 16, 32) and (kept.sum(3) == count).all()
+    q_mean, k_mean = (sparse.means(x, n).bfloat16() for x, n in ((q, 128), (k, 64)))
+    scores = (q_mean.float() @ k_mean.float().mT).bfloat16()
+    least = scores.masked_fill(~kept, math.inf).amin(3)
+    assert (least >= scores.masked_fill(kept, -math.inf).amax(3)).all()
+    in_fp32 = sparse.sla(q + torch.randn_like(q), k, share, torch.float32)
+    assert (in_fp32.sum(3) == count).all()
+
+
+@pytest.mark.parametrize("group", [64, 16, 1])
+def test_more_keys_are_the_groups_of_the_highest_scores_that_are_not_seen(group):
+    q, k, _ = smooth(N := 512)
+    seen = sparse.keys_of(torch.rand(1, 2, 4, 8) < 0.5, N)
+    found = sparse.with_more(q, k, seen, group)
+    assert (found & seen).sum() == seen.sum() and ((found & ~seen).sum(3) == 64).all()
+    for h, m in itertools.product(range(2), range(4)):
+        centroid, scores = q[0, h, 128 * m : 128 * m + 128].mean(0), {True: [], False: []}
+        for first in range(0, N, group):
+            here = slice(first, first + group)
+            if not seen[0, h, m, here].any():
+                its = found[0, h, m, here]
+                assert its.all() or not its.any()
+                scores[its[0].item()].append((centroid @ k[0, h, here].mean(0)).item())
+        assert min(scores[True]) >= max(scores[False]) - 1e-5
+
+
+def test_listed_blocks_are_served_by_the_op():
+    q, k, v = smooth(N := 512, D=16)
+    kept = torch.rand(1, 2, 4, 8) < 0.5
+    kept[..., 0] = True
+    exact = sparse.attend(q, k, v, sparse.keys_of(kept, N))
+    out = sparse.served(q, k, v, kept)
+    assert (out - exact).norm() / exact.norm() < 0.05
+    other = sparse.attend(q, k, v, sparse.keys_of(kept.roll(1, 3), N))
+    assert (out - other).norm() / exact.norm() > 0.1
+
+
+# -- the model ----
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 16), (3, 5, 6), (1, 16, 16)])
+def test_cubes_list_each_token_once_and_neighbours_together(shape):
+    order = video.cubes(shape).tolist()
+    assert sorted(order) == list(range(math.prod(shape)))
+    places = [*itertools.product(*map(range, shape))]
+    cubes = [tuple(x // 4 for x in places[i]) for i in order]
+    assert [key for key, _ in itertools.groupby(cubes)] == sorted(set(cubes))
+
+
+def test_positions_turn_by_frame_row_and_column():
+    angles = video.positions((2, 3, 5), 16)
+    assert angles.shape == (30, 8)
+    apart = angles.view(2, 3, 5, 8)
+    for axis, planes in enumerate(([0, 1, 2, 3], [4, 5], [6, 7])):
+        step = apart.diff(dim=axis).flatten(0, 2)
+        others = [i for i in range(8) if i not in planes]
+        assert (step[:, planes[0]] == 1).all() and not step[:, others].any()
+
+
+def test_a_token_is_a_patch_of_a_frame():
+    model = video.VideoDiT(dataclasses.replace(TINY, layers=0))
+    x, times, labels = torch.randn(1, 2, 64, 64), torch.zeros(1), torch.zeros(1, dtype=torch.long)
+    with torch.no_grad():
+        before = model(x, times, labels)
+        x[0, 1, 20:24, 40:44] += torch.randn(4, 4)
+        changed = model(x, times, labels) != before
+    assert changed[0, 1, 20:24, 40:44].all() and changed.sum() == 16
+
+
+def test_videos_move_as_their_class_says():
+    drawn, labels = video.videos(64, 4, torch.Generator().manual_seed(0))
+    assert drawn.shape == (64, 4, 64, 64) and drawn.abs().max() <= 1
+    assert set((labels // video.DIRECTIONS).tolist()) == set(range(video.KINDS))
+    later = drawn[labels == 0][:, 1:]  # plain discs, to the right
+    moved = [(drawn[labels == 0][:, :-1].roll(d, 3) - later).square().mean() for d in (2, -2)]
+    assert moved[0] < 0.5 * moved[1]
+
+
+def untrained():
+    torch.manual_seed(0)
+    model = video.VideoDiT(TINY).eval().requires_grad_(False)
+    x, labels = torch.randn(2, 2, 64, 64), torch.tensor([0, 5])
+
+    def run(model):
+        found = x
+        for step in range(sparse.EULER):
+            found = found - model(found, torch.full((2,), 1 - step / sparse.EULER), labels) / 12
+        return found
 
     def score(out, exact):
         error = (out - exact).square().mean().item()
-        return {"psnr": -10 * math.log10(error) if error else None, "frechet": error}
+        return {"psnr": -10 * math.log10(error) if error else None}
 
-    return SimpleNamespace(
-        model=model, run=lambda call: sum(call(1 / (1 + i)) for i in range(4)), score=score, calls=2
+    inputs = lambda level: (x, torch.full((2,), level), labels)  # noqa: E731
+    loss = lambda model: model(*inputs(0.5)).square().mean()  # noqa: E731
+    return video.Subject(model, run, score, inputs, loss, 1, "")
+
+
+@pytest.mark.parametrize("order", sparse.ORDERS)
+def test_of_all_blocks_samples_are_the_dense_models(order):
+    subject = untrained()
+    exact = subject.run(subject.model)
+    attention = sparse.Sparse(Case(order, "row tail of 64", 1.0), subject)
+    with attending(attention):
+        out = subject.run(subject.model)
+    assert (out - exact).abs().max() < 1e-4
+    assert torch.stack(attention.densities).tolist() == [1.0] * sparse.EULER
+    some = sparse.Sparse(Case(order, "drop", 0.5), subject)
+    with attending(some):
+        assert (subject.run(subject.model) - exact).abs().max() > 1e-3
+
+
+def test_the_first_steps_are_dense():
+    subject, found = untrained(), {}
+    exact = subject.run(subject.model)
+    for steps in (0, 3, sparse.EULER):
+        attention = sparse.Sparse(Case("cubes", "drop", 0.5, steps), subject)
+        with attending(attention):
+            out = subject.run(subject.model)
+        found[steps] = torch.stack(attention.densities).tolist()
+        assert torch.equal(out, exact) == (steps == sparse.EULER)
+    assert found[3] == [1.0] * 3 + [0.5] * 9 and found[0] == [0.5] * 12
+
+
+def test_a_row_for_each_case_and_none_beyond_the_budget(capsys):
+    rows = list(sparse.measure(untrained()))
+    assert [(row["order"], row["way"], row["asked"], row["dense_steps"]) for row in rows] == [
+        *sparse.cases()
+    ]
+    assert capsys.readouterr().out.count("density") == len(rows)
+    assert all(("snr 0.5" in row) == (row["dense_steps"] == 0) for row in rows)
+    assert json.loads(json.dumps(rows)) == rows
+    text = sparse.table(rows)
+    assert text.count("| cubes, row tail of 64 |") == 2
+    assert all(text.count(f"| {name} |") == 1 for name in sparse.GAINS)
+    assert not list(sparse.measure(untrained(), until=0.0))
+    assert "asked" not in sparse.table(rows[:3])
+
+
+def test_gains_are_differences_of_rows():
+    at = {("cubes", "row tail of 64"): 30, ("cubes", "tile-wide tail"): 28.5,
+          ("cubes", "drop"): 26, ("raster", "drop"): 21}  # fmt: skip
+    rows = [
+        {"order": order, "way": way, "asked": x, "dense_steps": steps, "psnr": psnr + 9 * x + steps}
+        for (order, way), psnr in at.items() for x in sparse.DENSITIES for steps in (0, 3)
+    ]  # fmt: skip
+    (text,) = sparse.gains_table(rows)
+    assert [line.split(" | ")[1] for line in text.splitlines()[2:]] == ["+4.0", "+1.5", "+9.0"]
+
+
+def test_the_output_of_attention_in_decibels():
+    q, k, v = smooth(300)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    noise = 0.1 * (exact - v.mean(2, keepdim=True))
+    call = sparse.capture(lambda *x: F.scaled_dot_product_attention(*x), (q, k, v))[0]
+    assert sparse.snr(lambda q, k, v, _: exact + noise, call) == pytest.approx(20)
+
+
+def test_a_model_trained_further_is_served_by_its_rule(monkeypatch):
+    monkeypatch.setattr(sparse, "FURTHER", {"steps": 2, "rate": 1e-2, "seconds": math.inf})
+    monkeypatch.setattr(sparse, "SLA_SHARE", 0.25)
+    subject = untrained()
+    before = subject.run(subject.model)
+    rows = {row["way"]: row["psnr"] for row in sparse.measure_trained(subject, TINY)}
+    assert torch.equal(subject.run(subject.model), before)  # a copy was trained
+    assert rows["its rule"] is None
+    assert rows["its rule, sage2-8b-per-token"] > rows["our rule"]
+    assert (
+        sparse.trained_table([{"way": "a", "psnr": 30.0, "share": 0.2}]).count("| a | 30.0 |") == 1
     )
 
 
-@pytest.fixture(autouse=True)
-def four_steps(monkeypatch):
-    monkeypatch.setattr(sparse, "EULER", 4)
-    monkeypatch.setattr(sparse, "EDGE", (1, 1))
-    monkeypatch.setattr(sparse, "DENSE_STEPS", (0, 2))
-    monkeypatch.setattr(sparse, "TOP_K", (1.0, 0.3))
-
-
-def recorded(of, case, density=0.0):
-    """The output, and per step the recipes and the parts of the keys that were asked for."""
-    attention, called, op = sparse.Sparse(case, of.calls, density), [], torch.ops.sage.sdpa
-
-    def record(*args):
-        called.append((decode(args[9]), args[-2]))
-        return op(*args)
-
-    with mock.patch.object(torch.ops.sage, "sdpa", record), attending(attention):
-        out = of.run(of.model)
-    return out, called[::2], torch.stack(attention.densities)[::2].tolist()
-
-
-def test_the_first_steps_are_dense_and_random_blocks_are_as_many():
-    of, densities = subject(), {}
-    exact = of.run(of.model)
-    for keys in (sparse.selected, sparse.drawn):
-        for steps in (0, 1, 4):
-            out, _, found = recorded(of, sparse.Case("", 0.3, steps, keys, None))
-            assert found[:steps] == [1] * steps and torch.equal(out, exact) == (steps == 4)
-            densities[keys, steps] = found[steps:]
-    assert densities[sparse.selected, 0] == densities[sparse.drawn, 0]
-    assert 0.3 < densities[sparse.selected, 1][0] < 0.6
-
-
-def test_recipes_at_the_edges_and_between_by_lists():
-    case = sparse.Case("", 0.3, 2, sparse.selected, ("sage2-4b", "sage1-per-token"))
-    out, called, densities = recorded(subject(), case)
-    names = "sage1-per-token", "sage2-4b", "sage2-4b", "sage1-per-token"
-    assert called == [(NAMED[x], y) for x, y in zip(names, (None, None, 128, 128))]
-    assert densities[:2] == [1, 1] and max(densities[2:]) < 0.6 and out.isfinite().all()
-
-
-@pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
-def test_pruned_keys_are_those_of_most_attention(density):
-    q, k = torch.randn(2, 1, 2, 300, 16)
-    kept = sparse.pruned(q, k, 0.0, density)
-    assert kept.shape == (1, 2, 1, 300) and (kept.sum(3) == round(density * 300)).all()
-    weight = (q @ k.mT / 4).softmax(-1).mean(2, keepdim=True)
-    assert weight[kept].view(1, 2, -1).amin(2).ge(weight[~kept].view(1, 2, -1).amax(2)).all()
-
-
-@pytest.mark.parametrize("density", [0.3, 0.6, 0.9])
-def test_skip_softmax_leaves_out_the_steps_that_are_furthest_below_the_largest_so_far(density):
-    q, k = torch.randn(2, 1, 2, 700, 16).cumsum(2).div(4)
-    kept, scores = sparse.skipped(q, k, 0.0, density), q @ k.mT / 4
-    assert kept.shape == (1, 2, 700, 700)
-    found, steps = {True: [], False: []}, []
-    for h, m, n in itertools.product(range(2), range(0, 700, 64), range(0, 700, 128)):
-        here = kept[0, h, m : m + 64, n : n + 128]
-        assert here.all() or not here.any()
-        steps.append(here.all().item())
-        of = scores[0, h, m : m + 64]
-        if n == 0:
-            assert here.all()
-        else:
-            above = of[:, n : n + 128].amax(1) - of[:, :n].amax(1)
-            found[steps[-1]].append(above.max().item())
-    assert sum(steps) == round(density * len(steps))
-    assert min(found[True], default=math.inf) >= max(found[False]) - 1e-5
-
-
-@pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
-def test_windows_hold_every_sth_block_and_the_diagonal(density):
-    q = torch.randn(1, 2, 2000, 16)  # 16 blocks of queries, 32 of keys
-    lists = sparse.windows(q, q, 0.0, density)
-    assert abs(sparse.share(lists) - density) < 1 / 32
-    seen = how_often(lists, 2000, 2000, None, None, False)
-    assert seen.max() == 1 and seen.diagonal(dim1=2, dim2=3).all()
-    every = torch.arange(2000) // 64 % round(2 / density) == 0
-    assert seen[..., every].all() and 0 < seen[..., ~every].mean() < density
-
-
-def test_a_row_for_each_case(capsys):
-    rows = list(sparse.measure(subject()))
-    found = [(row["choice"], row["dense_steps"], row["top_k"]) for row in rows]
-    recipes = [(name, *x) for name in sparse.RECIPES for x in ((0, 1.0), (0, 0.3), (2, 0.3))]
-    assert found == recipes + [(name, 0, 0.3) for name in sparse.OTHERS]
-    every, some, later, *_, random = rows
-    assert every["density"] == 1 and every["psnr"] is None and some["density"] < 0.7
-    assert later["density"] == pytest.approx((1 + some["density"]) / 2)
-    assert later["psnr"] > some["psnr"] > random["psnr"] + 3
-    equal = [row for row in rows if row["choice"] in ("pruned keys", "random")]
-    assert [row["density"] for row in equal] == pytest.approx([some["density"]] * 2, abs=0.01)
-    assert capsys.readouterr().out.count("density") == len(rows)
-    assert json.loads(json.dumps(rows)) == [{**row, "recipes": row["recipes"] and [
-        *row["recipes"]]} for row in rows]  # fmt: skip
-
-
-def test_a_case_that_fails_and_a_budget_cost_no_other_row(capsys, monkeypatch):
-    def fails(*args):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(sparse, "RECIPES", {"exact": None})
-    monkeypatch.setattr(sparse, "OTHERS", {"bad": fails, "random": sparse.drawn})
-    assert [row["choice"] for row in sparse.measure(subject())] == ["exact"] * 3 + ["random"]
-    assert "no kernel" in capsys.readouterr().out
-    assert not list(sparse.measure(subject(), until=0.0))
+def test_the_rule_trains_under_autocast():
+    """As on a GPU."""
+    q, k, v = (x.requires_grad_() for x in smooth(512))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sparse.by_blocks(lambda q, k: sparse.sla(q, k, 0.3))(q, k, v, False)
+    out.float().square().sum().backward()
+    assert all(x.grad.isfinite().all() and x.grad.any() for x in (q, k, v))
 
 
 @pytest.mark.parametrize("enough", [2, 3])
 def test_the_whole_run_on_a_model_of_nothing(enough, tmp_path, monkeypatch):
-    """Of two images. Of fewer than `enough` no Frechet distance is told."""
+    """Of two videos. Of fewer than `enough` no Frechet distance is told."""
     monkeypatch.setattr(sparse, "ENOUGH", enough)
-    size = Size(1, 1, 16, 256, 2, 2, 2)
-    for name in ("EYES", "SIZES"):
-        monkeypatch.setattr(sparse, name, {"cpu": size, "cuda": size})
-    monkeypatch.setattr(sparse, "RECIPES", {"exact": None})
-    monkeypatch.setattr(sparse, "OTHERS", {})
+    monkeypatch.setattr(sparse, "FURTHER", {"steps": 1, "rate": 1e-3, "seconds": math.inf})
+    monkeypatch.setattr(sparse, "SIZES", {"cpu": TINY, "cuda": TINY})
+    monkeypatch.setattr(sparse, "EYES", dataclasses.replace(TINY, steps=2))
+    monkeypatch.setattr(sparse, "CURVES", {})
+    monkeypatch.setattr(sparse, "OURS", {})
     sparse.main(["--json", str(tmp_path / "x.json")])
-    result = pages.newest(tmp_path)["sparse"]
-    rows, told = result["rows"], enough == 2
-    assert len(rows) == 3 and ("Frechet" in result["method"]) == told
-    assert all(row.get("frechet", 0) > 0 if told else "frechet" not in row for row in rows)
+    found = pages.newest(tmp_path)
+    told, result = enough == 2, found["sparse"]
+    assert len(result["rows"]) == 2 * 2 * 4 * 3 and ("Frechet" in result["method"]) == told
+    for plan in ("sparse", "sparse-trained"):
+        assert all(row.get("frechet", -1) > 0 if told else "frechet" not in row
+                   for row in found[plan]["rows"])  # fmt: skip
+    tables = [pages.TABLES[name]({"cpu": found}) for name in ("sparse", "sparse_trained")]
+    assert "| cubes, drop |" in tables[0] and "| its rule |" in tables[1]
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e-9])
