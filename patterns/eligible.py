@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from typing import Any
 from collections.abc import Callable
 
 import torch
@@ -186,7 +187,7 @@ def _is_biased(x: Node) -> bool:
 _SCALES = re.compile(r"i?mul|i?sub|truediv|div|.*dequant.*")
 
 
-def is_of_codes(x: Node) -> bool:
+def is_of_codes(x: Any) -> bool:
     """Whether k or v is all of a cache, or some of its tokens, of which codes can be read."""
     while op_name(x) == "getitem" and isinstance(x.args[1], tuple):
         x = x.args[0]

@@ -6,8 +6,10 @@ kernel_cases.py says what the interpreter cannot do: 16-bit numbers are fp16 the
 
 import math
 import random
+import re
 from typing import NamedTuple
 
+import cubins
 import noted
 import pytest
 import support
@@ -416,3 +418,24 @@ def test_e4m3_is_refused_before_sm_89():
     a = call_of(codes=E4M3)
     with pytest.raises(ValueError, match="E4M3 codes need a GPU of capability 8.9 or more"):
         launch(support.run, gpus.Gpu((8, 6), 8), a)
+
+
+# -- what its kernel for codes compiles to ----
+
+
+@pytest.mark.parametrize("codes", CODES)
+@chosen(
+    lambda D, N_q, rotated, masked: D == 128 and not masked,
+    D=[64, 128], N_q=[1, 4], rotated=[False, True], masked=[False, True],
+)  # fmt: skip
+def test_codes_are_read_at_once_and_nothing_spills_in_the_loop(codes, D, N_q, rotated, masked):
+    """Of 4 or 16 rows that share a head. Each tile is copied by 16 bytes, and read as words."""
+    found = noted.kernel(
+        "decode_codes_kernel", noted.decode, (9, 0), D, codes, N_q, masked=masked, rotated=rotated
+    )
+    assert cubins.stack_bytes(found.asm["cubin"]) <= 16
+    ptx = found.asm["ptx"]
+    copied = re.findall(r"cp\.async\.\w+\.shared\.global .*, (0x\w+), ", ptx)
+    assert copied and set(copied) == {"0x10"}
+    assert "ld.global.b8" not in ptx or masked
+    assert len(re.findall(r"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", ptx)) >= D // 4
