@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.recipe import NAMED, decode
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import FULL, NO_LISTS, Band, BlockLists
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.graph import Emitter, by_schema, dims, value_of
@@ -62,7 +62,7 @@ class Call:
     @property
     def block_size(self) -> tuple[int, int] | None:
         """Queries and keys of a block, where lists say which blocks are computed."""
-        return self.blocks.size if self.selection is None else BLOCK_SIZE
+        return self.blocks.size if self.selection is None else self.selection.size
 
 
 DECODE = "decode"  # in a recipe's place

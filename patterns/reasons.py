@@ -206,6 +206,7 @@ _NOT_KEPT = 'give this call a rule of its own, without "keep" and before the one
 KEEP_UNMASKED = Cause("blocks are selected where there is no mask, got {}", *_NOT_KEPT)
 KEEP_SELF = Cause("blocks are selected for self-attention, got {} queries and {} keys", *_NOT_KEPT)
 KEEP_WITHOUT_LSE = Cause("blocks are selected where no logsumexp is returned", *_NOT_KEPT)
+KEEP_SCALE = Cause("rule {} selects blocks where scale is above 0, got {}", *_NOT_KEPT)
 
 # -- who makes the call (sdpa.py, modules.py, sdpa_backends.py, flex.py) ----
 

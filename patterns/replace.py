@@ -19,7 +19,6 @@ from torch.fx import Node
 from sage_inductor.ops.decode_call import DecodeCall
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE
 from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
 from sage_inductor.patterns.call import Call, Decision
@@ -67,10 +66,10 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         return put(first)
     blocks = call.blocks
     if decision.selection is not None:
-        select, fields = torch.ops.sage.select_blocks.default, (*decision.selection, *BLOCK_SIZE)
-        selected = emit(select, q, k, scale, *fields)
+        select, asked = torch.ops.sage.select_blocks.default, decision.selection
+        selected = emit(select, q, k, scale, *asked.arguments())
         lists = (emit(operator.getitem, selected, i) for i in range(2))
-        blocks = BlockLists(*lists, None, None, *BLOCK_SIZE)
+        blocks = BlockLists(*lists, None, None, *asked.size)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
         scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,

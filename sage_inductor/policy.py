@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -38,7 +39,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sparse.selector import Selection
+from sage_inductor.ops.sparse.selector import RULES, Selection
 from sage_inductor.session import session
 
 VERSION = 1
@@ -386,13 +387,70 @@ def _field(name: str, value):
 
 def _keep(value) -> Selection:
     fields = value if isinstance(value, dict) else {"top_k": value}
-    _check_keys(fields, Selection._fields, ())
-    keep = Selection(**fields)
-    valid = all(is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in keep[:3])
-    valid = valid and keep[:2] != (0, 0) and all(is_integer(x, 0) for x in keep[3:])
-    what = f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
-    _must(valid, what + "fractions, the first two not both 0, and two numbers of tokens", value)
-    return keep
+    name = fields.get("rule", "pooled")
+    with _at("rule"):
+        _must(name in list(RULES), f"rule must be one of {', '.join(RULES)}", name)
+    rule = RULES[name]
+    valid = ("rule", *rule.amounts, *rule.others, "dense", "blocks")
+    for field in fields:
+        with _at(field):
+            if field in Selection._fields and field not in valid:
+                raise ValueError(f"rule {name} takes {', '.join(valid[1:])}, got {field}")
+    _check_keys(fields, valid, ())
+    for field, x in fields.items():
+        what, holds = _KEEP.get(field, (None, None))
+        with _at(*[field] * isinstance(value, dict)):
+            _must(holds is None or holds(x), f"{field} must be {what}", x)
+    usual = Selection._field_defaults
+    amounts = [field for field in rule.amounts if fields.get(field, usual[field]) != usual[field]]
+    how_many = "at least one" if name == "pooled" else "one"
+    valid = len(amounts) == 1 or amounts and name == "pooled"
+    what = f"rule {name} must be given {how_many} of {', '.join(rule.amounts)}"
+    _must(valid, what + (", above 0" if "top_k" in rule.amounts else ""), value)
+    several = {field: _as_tuple(x) for field, x in fields.items() if isinstance(x, (list, tuple))}
+    return Selection(**fields | several)
+
+
+def _as_tuple(x):
+    return tuple(map(_as_tuple, x)) if isinstance(x, (list, tuple)) else x
+
+
+def _is_fraction(x) -> bool:
+    return is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1
+
+
+def _is_pair(x, valid: Callable[..., bool]) -> bool:
+    return isinstance(x, (list, tuple)) and len(x) == 2 and valid(*x)
+
+
+def _are_ranges(x) -> bool:
+    """Of which none is empty at every length."""
+
+    def valid(start, end) -> bool:
+        both = is_integer(start, -math.inf) and (end is None or is_integer(end, -math.inf))
+        return both and (end is None or (start < 0) != (end < 0) or start < end)
+
+    return isinstance(x, (list, tuple)) and all(_is_pair(each, valid) for each in x)
+
+
+# Of the fields of keep: what must hold.
+_KEEP = {
+    **dict.fromkeys(
+        ("top_k", "top_p", "similarity", "sparsity"), ("a fraction, 0 to 1", _is_fraction)
+    ),
+    **dict.fromkeys(
+        ("dense_first", "dense_last"), ("a number of tokens", lambda x: is_integer(x, 0))
+    ),
+    "dense": (
+        "a list of ranges [from, to] of tokens, none of them empty: numbers, below 0 from the end "
+        "on, and to may be null", _are_ranges,
+    ),
+    "scores": ("as_trained or fp32", lambda x: x in ("as_trained", "fp32")),
+    "blocks": (
+        "[queries, keys], each 64 or 128",
+        lambda x: _is_pair(x, lambda *sizes: all(n in (64, 128) for n in sizes)),
+    ),
+}  # fmt: skip
 
 
 def _check_keys(given: dict, valid: tuple[str, ...], needed: tuple[str, ...]) -> None:

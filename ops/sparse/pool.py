@@ -28,7 +28,7 @@ _SIGN, _ALL = tl.constexpr(1 << 31), tl.constexpr((1 << 32) - 1)
 @triton.jit
 def _pool_kernel(
     X,  # [B, H, N, D] in
-    Shift,  # [B, H, D] in, fp32; if SHIFT
+    Shift,  # [B, H, D] in, fp32 or X's dtype; if SHIFT
     Mean, Alike,  # [B, H, M, D], [B, H, M] out, fp32
     stride_b, stride_h, stride_n, stride_d,
     H, N,
@@ -44,7 +44,7 @@ def _pool_kernel(
     x = X + ((head // H * stride_b + head % H * stride_h + first * stride_n) >> 1)
     x = x + ((i.to(tl.int64) * stride_n) >> 1)[:, None] + d.to(tl.int64)[None, :] * stride_d
     if SHIFT:
-        shift = tl.load(Shift + head * D + d, mask=d < D, other=0.0)
+        shift = tl.load(Shift + head * D + d, mask=d < D, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
     units = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in tl.static_range(0, BLOCK, ROWS):
@@ -52,7 +52,8 @@ def _pool_kernel(
         rows = tl.load(x + ((tl.cast(start, tl.int64) * stride_n) >> 1), mask=mask, other=0.0)
         rows = rows.to(tl.float32)
         if SHIFT:
-            rows = tl.where(mask, rows - shift[None, :], 0.0)
+            rows = (rows - shift[None, :]).to(Shift.dtype.element_ty).to(tl.float32)
+            rows = tl.where(mask, rows, 0.0)
         norm = tl.sqrt(tl.sum(rows * rows, 1))
         total += rows
         units += rows * (1.0 / tl.maximum(norm, 1e-12))[:, None]
@@ -90,12 +91,13 @@ def pool_warps(block_d: int) -> int:
 
 @launched_by(_launch_pool)
 def pool_blocks(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] in fp32 is taken off ->
-    mean [B, H, M, D] and alike [B, H, M] of each `block` tokens, in fp32."""
+    """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] is taken off, in fp32
+    or, if it has x's dtype, in that -> mean [B, H, M, D] and alike [B, H, M] of each `block`
+    tokens, in fp32."""
     N = x.shape[2]
     M = (N + block - 1) // block
     tokens = (N - torch.arange(M, device=x.device) * block).clamp(max=block)
-    x = x.float() if shift is None else x.float() - shift.unsqueeze(2)
+    x = (x if shift is None else x - shift.unsqueeze(2)).float()
 
     def mean(x: Tensor) -> Tensor:
         blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
@@ -112,7 +114,7 @@ def _float_at(place):
 
 @triton.jit
 def _largest_kernel(
-    Scores,  # [rows, M] in, fp32
+    Scores,  # [rows, M] in, fp32 or 16 bits
     Counts,  # [rows] in, int32
     Indices,  # [rows, M] out, int32
     M,
@@ -133,6 +135,7 @@ def _largest_kernel(
         reached = tl.zeros([CHUNK], tl.int32)
         for start in range(0, M, CHUNK):
             chunk = tl.load(scores + start + i, mask=start + i < M, other=float("nan"))
+            chunk = chunk.to(tl.float32)
             reached += (chunk >= x).to(tl.int32)
         found = tl.sum(reached, 0)
         place = tl.where(found >= count, place | bit, place)
@@ -145,6 +148,7 @@ def _largest_kernel(
     for start in range(0, M, CHUNK):
         j = start + i
         chunk = tl.load(scores + j, mask=j < M, other=float("nan"))
+        chunk = chunk.to(tl.float32)
         is_equal = (chunk == least) | any_score
         nth = equal + tl.cumsum(is_equal.to(tl.int32), 0)
         is_kept = (chunk > least) | (is_equal & (nth <= count - above))
@@ -171,7 +175,7 @@ def _largest(scores: Tensor, counts: Tensor) -> list[Tensor]:
 
 
 def largest(scores: Tensor, counts: Tensor) -> Tensor:
-    """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32.
+    """scores [..., M], floating, counts [...] int32, 0 to M -> indices [..., M], int32.
 
     A row has the indices of its counts[...] largest scores, and then those of the rest, both in
     ascending order. The first of equal scores are taken. In a row with NaN or -infinity as many

@@ -1,5 +1,7 @@
-"""Which blocks of keys each block of queries computes, chosen from q and k alone, untrained. The
-result is attention's only nearly: nobody gets it who does not ask for it.
+"""Which blocks of keys each block of queries computes, chosen from q and k alone. The result is
+attention's only nearly: nobody gets it who does not ask for it.
+
+Ours ("pooled"), untrained:
 
     q_mean, k_mean = means of the tokens of each block          k's with its mean over N taken off
     scores         = scale * q_mean k_mean^T + log(tokens of the block of keys / block_kv)
@@ -15,6 +17,13 @@ From SpargeAttn (arXiv:2502.18137, section 3.3; self-similarity as its code comp
 divides by the largest product). The diagonal and dense tokens are from Sparse VideoGen
 (arXiv:2502.01776), and the weight of a tail, which is shorter, is ours.
 
+Those that checkpoints were trained with. M: the blocks of keys that are not always kept.
+
+    "sla"  q_mean k_mean^T                         the int(top_k M) or int((1 - sparsity) M) largest
+
+SLA is arXiv:2509.24006. As trained it computes in q's dtype, and so does this: k less its mean, the
+means and their product are rounded to it. Equal scores are more frequent then; the first are kept.
+
 Means, self-similarity and the choice of the largest scores are pool.py's, kernels on CUDA: q is
 read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
 waits for the device.
@@ -22,6 +31,7 @@ waits for the device.
 Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queries, M_kv of keys.
 """
 
+import json
 from typing import NamedTuple
 
 import torch
@@ -34,7 +44,21 @@ from sage_inductor.ops.symbols import fix_head_dims
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.
 BLOCK_SIZE = (128, 64)
-PARTS = 10_000  # top_k is counted in these: a length times a float is no exact number
+PARTS = 10_000  # ours counts top_k in these: a length times a float is no exact number
+
+
+class Rule(NamedTuple):
+    """What a rule takes of Selection's fields, beside rule, dense and blocks, which each takes."""
+
+    blocks: tuple[int, int]  # queries and keys of a block, where nothing else is asked for
+    amounts: tuple[str, ...]  # how many are kept; one is given, of ours one or both
+    others: tuple[str, ...] = ()
+
+
+RULES = {
+    "pooled": Rule(BLOCK_SIZE, ("top_k", "top_p"), ("similarity", "dense_first", "dense_last")),
+    "sla": Rule(BLOCK_SIZE, ("top_k", "sparsity"), ("scores",)),
+}
 
 
 class Selection(NamedTuple):
@@ -47,71 +71,108 @@ class Selection(NamedTuple):
     similarity: float = 0.1
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end
+    rule: str = "pooled"  # a name in RULES
+    sparsity: float | None = None  # 1 - top_k, but counted as where the model was trained
+    # Ranges of tokens that see all and that all see; below 0: from the end on, None: the end.
+    dense: tuple[tuple[int, int | None], ...] = ()
+    scores: str = "as_trained"  # or "fp32", where the rule was trained with scores of q's dtype
+    blocks: tuple[int, int] | None = None  # queries and keys of a block; None: the rule's
 
     def given(self) -> float | dict:
         """As a policy says it: the fields that are not the defaults, or top_k alone."""
         fields = {name: x for name, x in self._asdict().items() if x != self._field_defaults[name]}
         return self.top_k if fields.keys() == {"top_k"} else fields
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        return self.blocks or RULES[self.rule].blocks
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.top_k == 1 or self.sparsity == 0
+
+    def arguments(self) -> tuple:
+        """What ``sage::select_blocks`` takes after scale; ours are as they were in old programs."""
+        others = Selection(0.0, 0.0, 0.1, 0, 0, *self[5:-1]).given()
+        return *self[:5], *self.size, *([json.dumps(others)] if others else [])
+
 
 def compose_select(
     q: Tensor, k: Tensor, scale: float, top_k: float, top_p: float, similarity: float,
-    dense_first: int, dense_last: int, block_q: int, block_kv: int,
+    dense_first: int, dense_last: int, block_q: int, block_kv: int, others: str = "{}",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``sage::select_blocks``: for self-attention without a mask, the blocks of keys that are kept.
 
     q [B, H_q, N, D], k [B, H_kv, N, D] of any floating dtypes and strides, scale of the softmax;
-    then Selection's fields. Returns num_blocks [B, H_q, M_q] and indices [B, H_q, M_q, M_kv], int32
-    and not differentiable, of which row m has the blocks indices[..., m, :num_blocks[..., m]], in
-    ascending order, and then the others: BlockLists' first two.
+    then Selection's fields, the last ones as JSON. Returns num_blocks [B, H_q, M_q] and indices
+    [B, H_q, M_q, M_kv], int32 and not differentiable, of which row m has the blocks indices[..., m,
+    :num_blocks[..., m]], in ascending order, and then the others: BlockLists' first two.
     """
+    asked = Selection(top_k, top_p, similarity, dense_first, dense_last, **json.loads(others))
+    is_ours, N = asked.rule == "pooled", q.shape[2]
+    # Inductor takes out a conversion to 16 bits and back. So nothing is converted back: products
+    # and `largest` read what was rounded.
+    dtype = torch.float32 if is_ours or asked.scores == "fp32" else q.dtype
     with torch.autocast(q.device.type, enabled=False):
-        shift = smooth(k)[0]
-        (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
-            _pool(*x, similarity, dense_first, dense_last)
-            for x in ((q, None, block_q), (k, shift, block_kv))
-        )
+        q_mean, q_alike = pool_blocks(q, None, block_q)
+        k_mean, k_alike = pool_blocks(k, smooth(k)[0].to(dtype), block_kv)
         (B, H_q, M_q, _), (H_kv, M_kv) = q_mean.shape, k_mean.shape[1:3]
+        first_q, _, q_dense = _blocks_of(q_mean, N, block_q, asked)
+        first_kv, k_tokens, k_dense = _blocks_of(k_mean, N, block_kv, asked)
         group = q_mean.unflatten(1, (H_kv, -1)).flatten(2, 3)  # [B, H_kv, H_q / H_kv * M_q, D]
-        scores = (scale * group @ k_mean.mT).view(B, H_q, M_q, M_kv)
-        scores = scores + (k_tokens / block_kv).log()
+        factor = scale if is_ours else 1.0
+        scores = (factor * group.to(dtype) @ k_mean.to(dtype).mT).view(B, H_q, M_q, M_kv)
 
-        k_always = k_always.repeat_interleave(H_q // H_kv, 1)
         first_q = first_q.unsqueeze(1)
-        diagonal = (first_q < first_kv + block_kv) & (first_kv < first_q + block_q)
-        always = diagonal | q_always.unsqueeze(3) | k_always.unsqueeze(2)
+        always = q_dense.unsqueeze(1) | k_dense
+        if is_ours:
+            scores = scores + (k_tokens / block_kv).log()
+            diagonal = (first_q < first_kv + block_kv) & (first_kv < first_q + block_q)
+            k_odd = (k_alike < similarity).repeat_interleave(H_q // H_kv, 1)
+            always = always | diagonal | (q_alike < similarity).unsqueeze(3) | k_odd.unsqueeze(2)
         ranked = torch.where(always, torch.inf, scores)
         num_blocks = always.sum(-1)
-        rest = (M_kv - num_blocks) * round(top_k * PARTS)
-        num_blocks = num_blocks + (rest + PARTS - 1) // PARTS
+        num_blocks = num_blocks + _count(M_kv - num_blocks, asked)
         if top_p > 0:
             order = ranked.sort(stable=True, descending=True)[1]
             reached = scores.softmax(-1).gather(-1, order).cumsum(-1)
             enough = (reached < top_p).sum(-1) + 1
             num_blocks = torch.maximum(num_blocks, enough.clamp(max=M_kv))
-        num_blocks = num_blocks.int()
+        num_blocks = num_blocks.clamp(min=1).int().expand(B, H_q, M_q).contiguous()
         return num_blocks, largest(ranked, num_blocks)
 
 
-def _pool(
-    x: Tensor, shift: Tensor | None, block: int, similarity: float, dense_first: int,
-    dense_last: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """For each block of x [B, H, N, D], less shift [B, H, D]: the mean of its tokens [B, H, M, D],
-    whether it is always computed [B, H, M], bool, its first token and how many it has [M]."""
-    mean, alike = pool_blocks(x, shift, block)
-    N = x.shape[2]
-    first = torch.arange(mean.shape[2], device=x.device) * block
+def _blocks_of(mean: Tensor, N: int, block: int, asked: Selection) -> tuple[Tensor, Tensor, Tensor]:
+    """For each block of N tokens, whose means are [B, H, M, D]: its first token, how many it has
+    and whether one of them is dense, bool. Each [M]."""
+    first = torch.arange(mean.shape[2], device=mean.device) * block
     tokens = (N - first).clamp(max=block)
-    dense = (first < dense_first) | (first + tokens > N - dense_last)
-    return mean, dense | (alike < similarity), first, tokens
+    dense = (first < asked.dense_first) | (first + tokens > N - asked.dense_last)
+    for start, end in asked.dense:
+        start = start if start >= 0 else N + start
+        end = N if end is None else end if end >= 0 else N + end
+        dense = dense | (first.clamp(min=start) < (first + tokens).clamp(max=end))
+    return first, tokens, dense
+
+
+def _count(rest: Tensor, asked: Selection) -> Tensor:
+    """How many are kept of so many blocks that are not always kept, both [..., M_q]: by the rule's
+    own expression in doubles, for int((1 - 0.8) * 590) is 117 and int(0.2 * 590) is 118. On the
+    device, where a symbolic length is no guard."""
+    if asked.rule == "pooled":
+        return (rest * round(asked.top_k * PARTS) + PARTS - 1) // PARTS
+    part = asked.top_k if asked.sparsity is None else 1 - asked.sparsity
+    return (part * rest.double()).long()
 
 
 select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, mutates_args=())
 
 
 @select_blocks.register_fake
-def _(q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv):
+def _(
+    q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv, others="{}"
+):
     fix_head_dims(q, k)
     N = q.shape[2]
     rows = *q.shape[:2], (N + block_q - 1) // block_q

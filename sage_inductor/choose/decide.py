@@ -168,7 +168,7 @@ def _request(
     if wanted is None:
         named = settings.recipe != OFF and call.recipe not in (None, AUTO)
         wanted, selection, rule = call.recipe if named else settings.recipe, None, ""
-    elif selection is not None and selection.top_k == 1:
+    elif selection is not None and selection.keeps_all:
         selection = None
     return wanted, training, selection, rule
 

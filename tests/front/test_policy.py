@@ -155,9 +155,18 @@ def test_the_first_rule_that_fits_decides_and_the_recipe_where_none_does(
 
 
 fraction, tokens = st.sampled_from([0, 0.0, 0.05, 0.1, 0.3, 1, 1.0]), st.integers(0, 300)
-selections = st.builds(Selection, fraction, fraction, fraction, tokens, tokens).filter(
-    lambda keep: keep.top_k or keep.top_p
-)
+size, dense = st.sampled_from([64, 128]), st.tuples(st.integers(-99, -1), st.none())
+of_any = dict(blocks=st.none() | st.tuples(size, size), dense=st.lists(dense).map(tuple))
+scores = st.sampled_from(["as_trained", "fp32"])
+nothing = st.none()
+selections = st.builds(
+    Selection, fraction, fraction, fraction, tokens, tokens, st.just("pooled"), nothing,
+    scores=st.just("as_trained"), **of_any,
+).filter(lambda keep: keep.top_k or keep.top_p) | st.builds(
+    Selection, rule=st.just("sla"), sparsity=fraction, scores=scores, **of_any,
+    **dict.fromkeys(("top_k", "top_p", "dense_first", "dense_last"), st.just(0)),
+    similarity=st.just(0.1),
+)  # fmt: skip
 keeping = st.builds(
     Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 2, 3), keep=st.none() | selections
 )
@@ -589,9 +598,12 @@ INVALID = {  # text, line, reason
     "key": ('{"version": 1,\n"rule": []}', 2, "rule does not exist: did you mean rules?"),
     "twice": ('{"version": 1, "rules": [],\n"rules": []}', 2, "rules is given 2 times"),
 }
-KEEP = (
-    "keep must be a fraction above 0, or {{...}} of top_k, top_p, similarity, dense_first, "
-    "dense_last: three fractions, the first two not both 0, and two numbers of tokens, got {}"
+FRACTION = "{} must be a fraction, 0 to 1, got {}"
+AMOUNT = "rule pooled must be given at least one of top_k, top_p, above 0, got {}"
+SLA = "rule sla must be given one of top_k, sparsity, above 0, got {}"
+RANGES = (
+    "dense must be a list of ranges [from, to] of tokens, none of them empty: numbers, below 0 "
+    "from the end on, and to may be null, got {}"
 )
 RULES = {  # the rule's second line, reason
     '"modul": "*"': "modul does not exist: did you mean module?",
@@ -610,16 +622,37 @@ RULES = {  # the rule's second line, reason
     '"length": [128, 64]': "length must not be an empty range, got [128, 64]",
     '"length": [128,\n  64]': "length must not be an empty range, got [128, 64]",
     '"stage": ""': "a stage must have a name that is a string, or be None, got ''",
-    '"keep": 0': KEEP.format("0"),
-    '"keep": 1.5': KEEP.format("1.5"),
-    '"keep": NaN': KEEP.format("NaN"),
-    '"keep": true': KEEP.format("true"),
-    '"keep": [0.3]': KEEP.format("[0.3]"),
-    '"keep": {}': KEEP.format("{}"),
-    '"keep": {"similarity": 0.3}': KEEP.format('{"similarity": 0.3}'),
-    '"keep": {"top_k": 0.3, "top_p": -0.1}': KEEP.format('{"top_k": 0.3, "top_p": -0.1}'),
-    '"keep": {"top_k": 0.3, "dense_first": 0.5}': KEEP.format('{"top_k": 0.3, "dense_first": 0.5}'),
-    '"keep": {"top_k": 0.3, "dense_last": -1}': KEEP.format('{"top_k": 0.3, "dense_last": -1}'),
+    '"keep": 0': AMOUNT.format("0"),
+    '"keep": 1.5': FRACTION.format("top_k", "1.5"),
+    '"keep": NaN': FRACTION.format("top_k", "NaN"),
+    '"keep": true': FRACTION.format("top_k", "true"),
+    '"keep": [0.3]': FRACTION.format("top_k", "[0.3]"),
+    '"keep": {}': AMOUNT.format("{}"),
+    '"keep": {"similarity": 0.3}': AMOUNT.format('{"similarity": 0.3}'),
+    '"keep": {"top_k": 0.3, "top_p": -0.1}': FRACTION.format("top_p", "-0.1"),
+    '"keep": {"top_k": 0.3, "dense_first": 0.5}': "dense_first must be a number of tokens, got 0.5",
+    '"keep": {"top_k": 0.3, "dense_last": -1}': "dense_last must be a number of tokens, got -1",
+    '"keep": {"rule": "sea"}': 'rule must be one of pooled, sla, got "sea"',
+    '"keep": {"rule": ["sla"]}': 'rule must be one of pooled, sla, got ["sla"]',
+    '"keep": {"rule": "sla"}': SLA.format('{"rule": "sla"}'),
+    '"keep": {"rule": "sla", "top_k": 0}': SLA.format('{"rule": "sla", "top_k": 0}'),
+    '"keep": {"rule": "sla", "top_k": 0.1, "sparsity": 0.9}':
+        SLA.format('{"rule": "sla", "top_k": 0.1, "sparsity": 0.9}'),
+    '"keep": {"rule": "sla", "top_p": 0.9}':
+        "rule sla takes top_k, sparsity, scores, dense, blocks, got top_p",
+    '"keep": {"top_k": 0.3, "scores": "fp32"}':
+        "rule pooled takes top_k, top_p, similarity, dense_first, dense_last, dense, blocks, got scores",
+    '"keep": {"rule": "sla", "sparsity": 1.5}': FRACTION.format("sparsity", "1.5"),
+    '"keep": {"rule": "sla", "top_k": 1, "scores": "bf16"}':
+        'scores must be as_trained or fp32, got "bf16"',
+    '"keep": {"top_k": 0.3, "blocks": [64, 32]}':
+        "blocks must be [queries, keys], each 64 or 128, got [64, 32]",
+    '"keep": {"top_k": 0.3, "blocks": 64}': "blocks must be [queries, keys], each 64 or 128, got 64",
+    '"keep": {"top_k": 0.3, "dense": [0, 5]}': RANGES.format("[0, 5]"),
+    '"keep": {"top_k": 0.3, "dense": [[5, 5]]}': RANGES.format("[[5, 5]]"),
+    '"keep": {"top_k": 0.3, "dense": [[null, 5]]}': RANGES.format("[[null, 5]]"),
+    '"keep": {"top_k": 0.3, "dense": [[-5, -9]]}': RANGES.format("[[-5, -9]]"),
+    '"keep": {"rule": "sla", "topk": 0.3}': "topk does not exist: did you mean top_k?",
     '"keep": {"topk": 0.3}': "topk does not exist: did you mean top_k?",
     '"keep": {"top_k": 0.3, "top_k": 0.4}': "top_k is given 2 times",
 }  # fmt: skip

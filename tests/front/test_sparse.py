@@ -3,6 +3,8 @@
 Shapes: B batch, H heads, N sequence, D head_dim.
 """
 
+import json
+
 import pytest
 import support
 import torch
@@ -12,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import sage_inductor
 from sage_inductor import SageRefused, config
 from sage_inductor.choose.decide import rewrite
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.options import Settings
 from sage_inductor.policy import from_python
@@ -35,8 +37,8 @@ def by_selected(q, k, v, keep, recipe=RECIPE):
     """What such a rule asks for, by the two ops."""
     (rule,) = from_python([{"recipe": recipe, "keep": keep}])
     scale = q.shape[3] ** -0.5
-    found = torch.ops.sage.select_blocks(q, k, scale, *rule.keep, *BLOCK_SIZE)
-    lists = BlockLists(*found, None, None, *BLOCK_SIZE)
+    found = torch.ops.sage.select_blocks(q, k, scale, *rule.keep.arguments())
+    lists = BlockLists(*found, None, None, *rule.keep.size)
     out, _ = support.sdpa(q, k, v, scale=scale, recipe=recipe, out_bnhd=False, **lists._asdict())
     return out, lists
 
@@ -74,9 +76,51 @@ def test_a_call_computes_the_blocks_that_are_selected():
     assert site.reason == f"emulated; keep {KEEP} (rule 1 of the policy)"
 
 
-def test_to_keep_all_is_the_dense_call():
+SLA = {"rule": "sla", "sparsity": 0.85, "dense": [[0, 70], [-9, None]], "blocks": [64, 64]}
+TRAINED = {
+    "sla": SLA,
+    "sla, as a LoRA is served": {"rule": "sla", "sparsity": 0.85, "dense": [[0, 512]]},
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_call_computes_the_blocks_that_a_trained_rule_selects(case):
+    keep = TRAINED[case]
+    q, k, v = (tokens(1100, H=H).bfloat16() for H in (4, 2, 2))
+    out, graph, (site,) = rewritten(
+        lambda q, k, v: sdpa(q, k, v, enable_gqa=True), q, k, v, keep=keep
+    )
+    expected, lists = by_selected(q, k, v, keep)
+    assert torch.equal(out, expected)
+    assert lists.kv_num_blocks.float().mean() < 0.8 * lists.kv_indices.shape[-1]
+    assert support.calls(graph).count("sage.select_blocks(") == 1
+    asked = site.decision.selection.given()
+    assert json.loads(json.dumps(asked)) == keep
+    assert site.reason == f"emulated; keep {asked} (rule 1 of the policy)"
+
+
+def test_the_graph_and_the_report_say_the_rule():
+    x = tokens(200)
+    _, graph, (site,) = rewritten(sdpa, x, x, x, keep=SLA)
+    said = '{"rule": "sla", "sparsity": 0.85, "dense": [[0, 70], [-9, null]]}'
+    assert f"0.125, 0.0, 0.0, 0.1, 0, 0, 64, 64, {said})" in support.calls(graph)
+    assert site.reason == (
+        "emulated; keep {'rule': 'sla', 'sparsity': 0.85, 'dense': ((0, 70), (-9, None)), "
+        "'blocks': (64, 64)} (rule 1 of the policy)"
+    )
+
+
+def test_blocks_of_64_queries_are_not_for_a_recipe_whose_scales_are_of_128():
+    inputs = tokens(256), tokens(256), tokens(256)
+    with torch.no_grad():
+        (site,) = sage_inductor.explain(sdpa, options=options(SLA, "sage1"))(*inputs)
+    assert not site.rewritten and "lists of 64 queries where 128 share a scale" in site.reason
+
+
+@pytest.mark.parametrize("keep", [1, {"rule": "sla", "top_k": 1}, {"rule": "sla", "sparsity": 0}])
+def test_to_keep_all_is_the_dense_call(keep):
     q, k, v = tokens(500), tokens(500), tokens(500)
-    out, graph, (site,) = rewritten(sdpa, q, k, v, keep=1)
+    out, graph, (site,) = rewritten(sdpa, q, k, v, keep=keep)
     assert torch.equal(out, support.sdpa(q, k, v, recipe=RECIPE, out_bnhd=False)[0])
     assert "select_blocks" not in support.calls(graph)
     assert site.decision.selection is None and site.reason == "emulated (rule 1 of the policy)"
@@ -145,6 +189,15 @@ def test_a_call_that_it_is_not_for_stays_with_the_reason(case):
     assert 'without "keep"' in site.why.cause.remedy
 
 
+def test_a_trained_rule_is_for_positive_scales():
+    _, _, (site,) = rewritten(
+        lambda q, k, v: sdpa(q, k, v, scale=-0.5), *(tokens(256) for _ in range(3)), keep=SLA
+    )
+    assert site.reason == (
+        "rule sla selects blocks where scale is above 0, got -0.5 (rule 1 of the policy)"
+    )
+
+
 def test_training_stays_with_the_reason():
     q, k, v = (tokens(256).requires_grad_() for _ in range(3))
     found = sage_inductor.explain(sdpa, options=options(0.3, **{"sage.force": True}))(q, k, v)
@@ -189,23 +242,25 @@ class Layer(torch.nn.Module):
         return x + self.out(attend(*self.heads(x)).transpose(1, 2).flatten(2))
 
 
-def by_hand(layer, x, recipe=RECIPE):
-    return layer(x, lambda q, k, v: by_selected(q, k, v, KEEP, recipe)[0])
+def by_hand(layer, x, recipe=RECIPE, keep=KEEP):
+    return layer(x, lambda q, k, v: by_selected(q, k, v, keep, recipe)[0])
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("keep", [KEEP, SLA])
 @torch.no_grad()
-def test_inductor_compiles_it_once_for_every_length(generated):
+def test_inductor_compiles_it_once_for_every_length(generated, keep):
     """test_export.py has a package built and run. The whole of it, by one graph for all lengths above a block of queries, tails among them."""
     layer = Layer().eval()
     compiled = torch.compile(
-        layer, backend="sage", options=options(KEEP), fullgraph=True, dynamic=True
+        layer, backend="sage", options=options(keep), fullgraph=True, dynamic=True
     )
     for N in (300, 512, 700, 129):
         x = tokens(N, 2, 1, 128)[:, 0]
-        assert support.relative_l1(compiled(x), by_hand(layer, x)) < 1e-5
+        assert support.relative_l1(compiled(x), by_hand(layer, x, keep=keep)) < 1e-5
     (told,) = sage_inductor.report().to_dicts()
-    assert (told["recipe"], told["keep"], told["mask"]) == (RECIPE, KEEP, "none")
+    assert (told["recipe"], told["mask"]) == (RECIPE, "none")
+    assert json.loads(json.dumps(told["keep"])) == keep
 
 
 def exported(layer, N: int, is_dynamic: bool = True) -> torch.export.ExportedProgram:

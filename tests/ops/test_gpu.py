@@ -37,7 +37,7 @@ from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sparse import pool as of_tokens
 from sage_inductor.ops.sparse import selector
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import CAUSAL, Visibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -194,7 +194,7 @@ KEEP = Selection(0.3)
 
 
 def select_blocks(q, k, selection=KEEP):
-    return torch.ops.sage.select_blocks(q, k, 0.1, *selection, *BLOCK_SIZE)
+    return torch.ops.sage.select_blocks(q, k, 0.1, *selection.arguments())
 
 
 def assert_same_blocks(found, expected):

@@ -515,6 +515,14 @@ def test_pooled_blocks(block, dtype):
             assert_close(y, expected, rtol=2e-6, atol=5e-6)
 
 
+def test_pooled_blocks_of_differences_that_are_rounded():
+    """The shift has the dtype of the tokens. The interpreter truncates to bf16."""
+    x, shift = between_nan(2, 2, 150, 40, dtype=torch.half), (9 * torch.randn(2, 2, 40)).half()
+    mean, _ = of_tokens._launch_pool(run, None, x, shift, 64)
+    assert_close(mean, of_tokens.pool_blocks(x, shift, 64)[0], rtol=2e-6, atol=5e-6)
+    assert (mean - of_tokens.pool_blocks(x, shift.float(), 64)[0]).abs().max() > 1e-4
+
+
 @seeds(24, always=8)
 def test_the_largest_scores(seed):
     """Bit by bit: any length, equal scores, infinity and zeros of both signs."""
@@ -526,6 +534,7 @@ def test_the_largest_scores(seed):
     scores = torch.where(torch.rand(scores.shape) < draw.choice([0, 0.2, 0.9]), torch.inf, scores)
     counts = torch.randint(0, M + 1, scores.shape[:3]).int()
     counts[0] = draw.choice([0, M])
+    scores = scores.to(draw.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16]))
     scores = scores.mT.contiguous().mT if draw.random() < 0.3 else scores
     (found,) = of_tokens._launch_largest(run, None, scores.contiguous(), counts)
     assert torch.equal(found, of_tokens.largest(scores, counts))
