@@ -401,14 +401,23 @@ def _keep(value) -> Selection:
         what, holds = _KEEP.get(field, (None, None))
         with _at(*[field] * isinstance(value, dict)):
             _must(holds is None or holds(x), f"{field} must be {what}", x)
-    usual = Selection._field_defaults
-    amounts = [field for field in rule.amounts if fields.get(field, usual[field]) != usual[field]]
-    how_many = "at least one" if name == "pooled" else "one"
-    valid = len(amounts) == 1 or amounts and name == "pooled"
-    what = f"rule {name} must be given {how_many} of {', '.join(rule.amounts)}"
-    _must(valid, what + (", above 0" if "top_k" in rule.amounts else ""), value)
+    usual, amounts = Selection._field_defaults, ", ".join(rule.amounts)
+    given = sum(fields.get(field, usual[field]) != usual[field] for field in rule.amounts)
+    how_many = "at least one of " if name == "pooled" else "one of " * (len(rule.amounts) > 1)
+    above = ", above 0" * ("top_k" in rule.amounts)
+    what = f"rule {name} must be given {how_many}{amounts}{above}"
+    _must(given == 1 or given > 1 and name == "pooled", what, value)
     several = {field: _as_tuple(x) for field, x in fields.items() if isinstance(x, (list, tuple))}
-    return Selection(**fields | several)
+    keep = Selection(**fields | several)
+    competes, prefix = keep.mode == "compete", sum(keep.segments)
+    with _at(*["segments"] * (prefix > 0)):
+        _must(prefix > 0 or not competes, "mode compete is about segments", value)
+        _must(prefix == 0 or not keep.dense, "segments and dense must not both be given", value)
+        block, lengths = max(keep.size), keep.segments if competes else (prefix,)
+        what = f"segments must be multiples of {block}{' together' * (not competes)}, as long as "
+        what += "blocks cannot be padded"
+        _must(all(n % block == 0 for n in lengths), what, keep.segments)
+    return keep
 
 
 def _as_tuple(x):
@@ -433,6 +442,10 @@ def _are_ranges(x) -> bool:
     return isinstance(x, (list, tuple)) and all(_is_pair(each, valid) for each in x)
 
 
+def _are_lengths(x) -> bool:
+    return isinstance(x, (list, tuple)) and all(is_integer(n, 0) for n in x)
+
+
 # Of the fields of keep: what must hold.
 _KEEP = {
     **dict.fromkeys(
@@ -445,6 +458,9 @@ _KEEP = {
         "a list of ranges [from, to] of tokens, none of them empty: numbers, below 0 from the end "
         "on, and to may be null", _are_ranges,
     ),
+    "tau": ("a number", lambda x: type(x) in (int, float) and abs(x) < math.inf),
+    "segments": ("a list of numbers of tokens", _are_lengths),
+    "mode": ("exempt or compete", lambda x: x in ("exempt", "compete")),
     "scores": ("as_trained or fp32", lambda x: x in ("as_trained", "fp32")),
     "blocks": (
         "[queries, keys], each 64 or 128",

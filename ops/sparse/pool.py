@@ -29,10 +29,10 @@ _SIGN, _ALL = tl.constexpr(1 << 31), tl.constexpr((1 << 32) - 1)
 def _pool_kernel(
     X,  # [B, H, N, D] in
     Shift,  # [B, H, D] in, fp32 or X's dtype; if SHIFT
-    Mean, Alike,  # [B, H, M, D], [B, H, M] out, fp32
+    Mean, Alike,  # [B, H, M, D], [B, H, M] out, fp32; if SQUARES the mean of squared norms
     stride_b, stride_h, stride_n, stride_d,
     H, N,
-    SHIFT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * M,). One block of one head, ROWS tokens at a time."""
@@ -54,16 +54,19 @@ def _pool_kernel(
         if SHIFT:
             rows = (rows - shift[None, :]).to(Shift.dtype.element_ty).to(tl.float32)
             rows = tl.where(mask, rows, 0.0)
-        norm = tl.sqrt(tl.sum(rows * rows, 1))
         total += rows
-        units += rows * (1.0 / tl.maximum(norm, 1e-12))[:, None]
+        if SQUARES:
+            units += rows * rows
+        else:
+            norm = tl.sqrt(tl.sum(rows * rows, 1))
+            units += rows * (1.0 / tl.maximum(norm, 1e-12))[:, None]
     units = tl.sum(units, 0) / tokens
     tl.store(Mean + pid * D + d, tl.sum(total, 0) / tokens, mask=d < D)
-    tl.store(Alike + pid, tl.sum(units * units, 0))
+    tl.store(Alike + pid, tl.sum(units if SQUARES else units * units, 0))
 
 
 def _launch_pool(
-    run: Callable, _gpu, x: Tensor, shift: Tensor | None, block: int
+    run: Callable, _gpu, x: Tensor, shift: Tensor | None, block: int, squares: bool = False
 ) -> tuple[Tensor, Tensor]:
     B, H, N, D = x.shape
     D = int(D)  # a tile needs a number
@@ -76,7 +79,7 @@ def _launch_pool(
         (x, x if shift is None else shift, mean, alike),
         (*doubled(x.stride()),
          H, N,  # shape
-         shift is not None,  # semantics
+         shift is not None, squares,  # semantics
          D, block, min(16, 2048 // BLOCK_D), BLOCK_D),  # tile; rows in the registers of pool_warps
         num_warps=pool_warps(BLOCK_D),
     )  # fmt: skip
@@ -90,10 +93,12 @@ def pool_warps(block_d: int) -> int:
 
 
 @launched_by(_launch_pool)
-def pool_blocks(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Tensor]:
-    """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] is taken off, in fp32
-    or, if it has x's dtype, in that -> mean [B, H, M, D] and alike [B, H, M] of each `block`
-    tokens, in fp32."""
+def pool_blocks(
+    x: Tensor, shift: Tensor | None, block: int, squares: bool = False
+) -> tuple[Tensor, Tensor]:
+    """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] is taken off, in fp32 or, if
+    it has x's dtype, in that -> of each `block` tokens mean [B, H, M, D] and alike [B, H, M] or,
+    if `squares`, the mean of their squared norms, in fp32."""
     N = x.shape[2]
     M = (N + block - 1) // block
     tokens = (N - torch.arange(M, device=x.device) * block).clamp(max=block)
@@ -103,7 +108,8 @@ def pool_blocks(x: Tensor, shift: Tensor | None, block: int) -> tuple[Tensor, Te
         blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
         return blocks.sum(3) / tokens.unsqueeze(1)
 
-    return mean(x), mean(F.normalize(x, dim=3)).square().sum(3)
+    alike = mean(x.square()) if squares else mean(F.normalize(x, dim=3)).square()
+    return mean(x), alike.sum(3)
 
 
 @triton.jit

@@ -19,10 +19,18 @@ divides by the largest product). The diagonal and dense tokens are from Sparse V
 
 Those that checkpoints were trained with. M: the blocks of keys that are not always kept.
 
-    "sla"  q_mean k_mean^T                         the int(top_k M) or int((1 - sparsity) M) largest
+    "sla"    q_mean k_mean^T                the int(top_k M) or int((1 - sparsity) M) largest
+    "vsa"    q_mean k_mean^T / sqrt(D)      the ceil((1 - sparsity) M) largest, one at least
+    "sol"    scale q_mean k_mean^T          those above tau sqrt(scale^2 sum_d q_mean_d^2 var_d +
+                                            (1e-3 / log2(e))^2), and neighbours of the diagonal
+    "error"  scale q_mean k_mean^T + log(E |k|^2 - |k_mean|^2)      the int(top_k M) largest, or one
 
-SLA is arXiv:2509.24006. As trained it computes in q's dtype, and so does this: k less its mean, the
-means and their product are rounded to it. Equal scores are more frequent then; the first are kept.
+Of vsa k_mean is as it is. Of sol it is less its mean over the blocks, and var_d the mean of its
+squares. SLA (arXiv:2509.24006) and VSA (arXiv:2505.13389) compute in q's dtype, and so does this:
+SLA's k less its mean, the means, the product and the quotient are rounded to it. Equal scores are
+frequent then; the first of them are kept. VSA with segments, Sol-Attn (arXiv:2607.24027) and PISA's
+order by the error of a mean in the place of its tokens are in fp32. With segments M are the blocks
+behind them; where these compete, as many blocks more as they have are kept, and M is all.
 
 Means, self-similarity and the choice of the largest scores are pool.py's, kernels on CUDA: q is
 read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
@@ -32,6 +40,7 @@ Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queri
 """
 
 import json
+import math
 from typing import NamedTuple
 
 import torch
@@ -58,6 +67,9 @@ class Rule(NamedTuple):
 RULES = {
     "pooled": Rule(BLOCK_SIZE, ("top_k", "top_p"), ("similarity", "dense_first", "dense_last")),
     "sla": Rule(BLOCK_SIZE, ("top_k", "sparsity"), ("scores",)),
+    "vsa": Rule((64, 64), ("sparsity",), ("scores", "segments", "mode")),
+    "sol": Rule((64, 64), ("tau",)),
+    "error": Rule((64, 64), ("top_k",)),
 }
 
 
@@ -75,6 +87,10 @@ class Selection(NamedTuple):
     sparsity: float | None = None  # 1 - top_k, but counted as where the model was trained
     # Ranges of tokens that see all and that all see; below 0: from the end on, None: the end.
     dense: tuple[tuple[int, int | None], ...] = ()
+    tau: float | None = None  # keeps scores of so many deviations above their mean
+    # Tokens of the parts of a prefix that sees all; all see it ("exempt"), or it competes.
+    segments: tuple[int, ...] = ()
+    mode: str = "exempt"  # or "compete"
     scores: str = "as_trained"  # or "fp32", where the rule was trained with scores of q's dtype
     blocks: tuple[int, int] | None = None  # queries and keys of a block; None: the rule's
 
@@ -91,6 +107,15 @@ class Selection(NamedTuple):
     @property
     def keeps_all(self) -> bool:
         return self.top_k == 1 or self.sparsity == 0
+
+    def ranges(self, N: int, of_keys: bool) -> list[tuple[int, int]]:
+        """The tokens of N that are dense as keys, or as queries: [from, to) each."""
+        prefix = 0 if of_keys and self.mode == "compete" else sum(self.segments)
+        given = [
+            (start if start >= 0 else N + start, N if end is None else end if end >= 0 else N + end)
+            for start, end in self.dense
+        ]
+        return [(0, self.dense_first), (N - self.dense_last, N), (0, prefix), *given]
 
     def arguments(self) -> tuple:
         """What ``sage::select_blocks`` takes after scale; ours are as they were in old programs."""
@@ -109,28 +134,45 @@ def compose_select(
     [B, H_q, M_q, M_kv], int32 and not differentiable, of which row m has the blocks indices[..., m,
     :num_blocks[..., m]], in ascending order, and then the others: BlockLists' first two.
     """
-    asked = Selection(top_k, top_p, similarity, dense_first, dense_last, **json.loads(others))
-    is_ours, N = asked.rule == "pooled", q.shape[2]
+    ours, blocks = (top_k, top_p, similarity, dense_first, dense_last), (block_q, block_kv)
+    asked = Selection(*ours, **json.loads(others), blocks=blocks)
+    rule, N, D = asked.rule, q.shape[2], q.shape[3]
     # Inductor takes out a conversion to 16 bits and back. So nothing is converted back: products
     # and `largest` read what was rounded.
-    dtype = torch.float32 if is_ours or asked.scores == "fp32" else q.dtype
+    is_rounded = "scores" in RULES[rule].others and not asked.segments
+    dtype = q.dtype if is_rounded and asked.scores == "as_trained" else torch.float32
     with torch.autocast(q.device.type, enabled=False):
+        shift = None if rule in ("vsa", "sol") else smooth(k)[0].to(dtype)
         q_mean, q_alike = pool_blocks(q, None, block_q)
-        k_mean, k_alike = pool_blocks(k, smooth(k)[0].to(dtype), block_kv)
+        k_mean, k_alike = pool_blocks(k, shift, block_kv, rule == "error")
+        if rule == "sol":
+            k_mean = k_mean - k_mean.mean(2, keepdim=True)
         (B, H_q, M_q, _), (H_kv, M_kv) = q_mean.shape, k_mean.shape[1:3]
-        first_q, _, q_dense = _blocks_of(q_mean, N, block_q, asked)
-        first_kv, k_tokens, k_dense = _blocks_of(k_mean, N, block_kv, asked)
+        first_q, _, q_dense = _blocks_of(q_mean, N, block_q, asked.ranges(N, of_keys=False))
+        first_kv, k_tokens, k_dense = _blocks_of(k_mean, N, block_kv, asked.ranges(N, of_keys=True))
         group = q_mean.unflatten(1, (H_kv, -1)).flatten(2, 3)  # [B, H_kv, H_q / H_kv * M_q, D]
-        factor = scale if is_ours else 1.0
+        factor = 1.0 if rule in ("sla", "vsa") else scale
         scores = (factor * group.to(dtype) @ k_mean.to(dtype).mT).view(B, H_q, M_q, M_kv)
 
         first_q = first_q.unsqueeze(1)
         always = q_dense.unsqueeze(1) | k_dense
-        if is_ours:
+        if rule in ("pooled", "sol"):  # the diagonal
+            margin = block_kv if rule == "sol" else 0
+            end_q, end_kv = first_q + block_q + margin, first_kv + block_kv + margin
+            always = always | (first_q < end_kv) & (first_kv < end_q)
+        if rule == "pooled":
             scores = scores + (k_tokens / block_kv).log()
-            diagonal = (first_q < first_kv + block_kv) & (first_kv < first_q + block_q)
             k_odd = (k_alike < similarity).repeat_interleave(H_q // H_kv, 1)
-            always = always | diagonal | (q_alike < similarity).unsqueeze(3) | k_odd.unsqueeze(2)
+            always = always | (q_alike < similarity).unsqueeze(3) | k_odd.unsqueeze(2)
+        elif rule == "vsa":
+            scores = scores / D**0.5
+        elif rule == "error":
+            spread = (k_alike - k_mean.square().sum(3)).clamp(min=torch.finfo(dtype).tiny)
+            scores = scores + spread.log().repeat_interleave(H_q // H_kv, 1).unsqueeze(2)
+        elif rule == "sol":
+            variance = scale**2 * group.square() @ k_mean.square().mean(2).unsqueeze(3)
+            bound = asked.tau * (variance + (1e-3 / math.log2(math.e)) ** 2).sqrt()
+            always = always | (scores > bound.view(B, H_q, M_q, 1))
         ranked = torch.where(always, torch.inf, scores)
         num_blocks = always.sum(-1)
         num_blocks = num_blocks + _count(M_kv - num_blocks, asked)
@@ -143,15 +185,15 @@ def compose_select(
         return num_blocks, largest(ranked, num_blocks)
 
 
-def _blocks_of(mean: Tensor, N: int, block: int, asked: Selection) -> tuple[Tensor, Tensor, Tensor]:
+def _blocks_of(
+    mean: Tensor, N: int, block: int, ranges: list[tuple[int, int]]
+) -> tuple[Tensor, Tensor, Tensor]:
     """For each block of N tokens, whose means are [B, H, M, D]: its first token, how many it has
-    and whether one of them is dense, bool. Each [M]."""
+    and whether one of them is in one of the ranges, bool. Each [M]."""
     first = torch.arange(mean.shape[2], device=mean.device) * block
     tokens = (N - first).clamp(max=block)
-    dense = (first < asked.dense_first) | (first + tokens > N - asked.dense_last)
-    for start, end in asked.dense:
-        start = start if start >= 0 else N + start
-        end = N if end is None else end if end >= 0 else N + end
+    dense = torch.zeros_like(first, dtype=torch.bool)
+    for start, end in ranges:
         dense = dense | (first.clamp(min=start) < (first + tokens).clamp(max=end))
     return first, tokens, dense
 
@@ -162,8 +204,15 @@ def _count(rest: Tensor, asked: Selection) -> Tensor:
     device, where a symbolic length is no guard."""
     if asked.rule == "pooled":
         return (rest * round(asked.top_k * PARTS) + PARTS - 1) // PARTS
+    if asked.rule == "sol":
+        return torch.zeros_like(rest)
+    competing = sum(asked.segments) // asked.size[1] if asked.mode == "compete" else 0
     part = asked.top_k if asked.sparsity is None else 1 - asked.sparsity
-    return (part * rest.double()).long()
+    kept = part * (rest - competing).double()
+    kept = (kept.ceil() if asked.rule == "vsa" else kept).long()
+    if asked.rule != "sla":
+        kept = kept.clamp(min=1)
+    return torch.minimum(kept + competing, rest)
 
 
 select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, mutates_args=())

@@ -161,11 +161,18 @@ scores = st.sampled_from(["as_trained", "fp32"])
 nothing = st.none()
 selections = st.builds(
     Selection, fraction, fraction, fraction, tokens, tokens, st.just("pooled"), nothing,
-    scores=st.just("as_trained"), **of_any,
+    tau=nothing, segments=st.just(()), mode=st.just("exempt"), scores=st.just("as_trained"),
+    **of_any,
 ).filter(lambda keep: keep.top_k or keep.top_p) | st.builds(
-    Selection, rule=st.just("sla"), sparsity=fraction, scores=scores, **of_any,
-    **dict.fromkeys(("top_k", "top_p", "dense_first", "dense_last"), st.just(0)),
-    similarity=st.just(0.1),
+    lambda of_rule, of_any: Selection(**of_rule, **of_any),
+    st.fixed_dictionaries({"rule": st.just("sla"), "sparsity": fraction, "scores": scores})
+    | st.fixed_dictionaries({"rule": st.just("vsa"), "sparsity": fraction, "scores": scores})
+    | st.fixed_dictionaries({"rule": st.just("sol"), "tau": st.floats(-2, 2) | st.integers(0, 2)})
+    | st.fixed_dictionaries({"rule": st.just("error"), "top_k": st.floats(0.01, 1)}),
+    st.fixed_dictionaries(of_any),
+) | st.builds(
+    lambda mode: Selection(rule="vsa", sparsity=0.9, segments=(128, 0, 256), mode=mode),
+    st.sampled_from(["exempt", "compete"]),
 )  # fmt: skip
 keeping = st.builds(
     Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 2, 3), keep=st.none() | selections
@@ -632,8 +639,8 @@ RULES = {  # the rule's second line, reason
     '"keep": {"top_k": 0.3, "top_p": -0.1}': FRACTION.format("top_p", "-0.1"),
     '"keep": {"top_k": 0.3, "dense_first": 0.5}': "dense_first must be a number of tokens, got 0.5",
     '"keep": {"top_k": 0.3, "dense_last": -1}': "dense_last must be a number of tokens, got -1",
-    '"keep": {"rule": "sea"}': 'rule must be one of pooled, sla, got "sea"',
-    '"keep": {"rule": ["sla"]}': 'rule must be one of pooled, sla, got ["sla"]',
+    '"keep": {"rule": "sea"}': 'rule must be one of pooled, sla, vsa, sol, error, got "sea"',
+    '"keep": {"rule": ["sla"]}': 'rule must be one of pooled, sla, vsa, sol, error, got ["sla"]',
     '"keep": {"rule": "sla"}': SLA.format('{"rule": "sla"}'),
     '"keep": {"rule": "sla", "top_k": 0}': SLA.format('{"rule": "sla", "top_k": 0}'),
     '"keep": {"rule": "sla", "top_k": 0.1, "sparsity": 0.9}':
@@ -652,6 +659,22 @@ RULES = {  # the rule's second line, reason
     '"keep": {"top_k": 0.3, "dense": [[5, 5]]}': RANGES.format("[[5, 5]]"),
     '"keep": {"top_k": 0.3, "dense": [[null, 5]]}': RANGES.format("[[null, 5]]"),
     '"keep": {"top_k": 0.3, "dense": [[-5, -9]]}': RANGES.format("[[-5, -9]]"),
+    '"keep": {"rule": "vsa"}': 'rule vsa must be given sparsity, got {"rule": "vsa"}',
+    '"keep": {"rule": "vsa", "top_k": 0.1}':
+        "rule vsa takes sparsity, scores, segments, mode, dense, blocks, got top_k",
+    '"keep": {"rule": "sol", "tau": 1, "top_k": 0.1}': "rule sol takes tau, dense, blocks, got top_k",
+    '"keep": {"rule": "sol", "tau": NaN}': "tau must be a number, got NaN",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "layout": [4, 4, 4]}': "layout does not exist: ",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "segments": [-1]}':
+        "segments must be a list of numbers of tokens, got [-1]",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "segments": [512, 0, 400]}':
+        "segments must be multiples of 64 together, as long as blocks cannot be padded, got [512, 0, 400]",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "segments": [32, 32], "mode": "compete"}':
+        "segments must be multiples of 64, as long as blocks cannot be padded, got [32, 32]",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "mode": "compete"}':
+        'mode compete is about segments, got {"rule": "vsa", "sparsity": 0.9, "mode": "compete"}',
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "segments": [64], "dense": [[0, 9]]}':
+        "segments and dense must not both be given, got {",
     '"keep": {"rule": "sla", "topk": 0.3}': "topk does not exist: did you mean top_k?",
     '"keep": {"topk": 0.3}': "topk does not exist: did you mean top_k?",
     '"keep": {"top_k": 0.3, "top_k": 0.4}': "top_k is given 2 times",

@@ -80,6 +80,11 @@ SLA = {"rule": "sla", "sparsity": 0.85, "dense": [[0, 70], [-9, None]], "blocks"
 TRAINED = {
     "sla": SLA,
     "sla, as a LoRA is served": {"rule": "sla", "sparsity": 0.85, "dense": [[0, 512]]},
+    "vsa": {"rule": "vsa", "sparsity": 0.9},
+    "vsa, exempt": {"rule": "vsa", "sparsity": 0.9, "segments": [100, 28]},
+    "vsa, compete": {"rule": "vsa", "sparsity": 0.9, "segments": [128, 64], "mode": "compete"},
+    "sol": {"rule": "sol", "tau": 1.3, "dense": [[0, 64]]},
+    "error": {"top_k": 0.2, "rule": "error"},
 }
 
 
@@ -247,7 +252,7 @@ def by_hand(layer, x, recipe=RECIPE, keep=KEEP):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("keep", [KEEP, SLA])
+@pytest.mark.parametrize("keep", [KEEP, *TRAINED.values()])
 @torch.no_grad()
 def test_inductor_compiles_it_once_for_every_length(generated, keep):
     """test_export.py has a package built and run. The whole of it, by one graph for all lengths above a block of queries, tails among them."""

@@ -165,9 +165,10 @@ def test_pooled_blocks_are_those_of_plain_pytorch(D, dtype):
     for N, block in ((1, 64), (64, 128), (777, 192), (2049, 256), (5000, 128)):
         x = alike_tokens(2, 3, N, D + 1, dtype=dtype)[..., 1:]  # no row is aligned
         for y in (x, x[..., : D // 8 * 8].contiguous()):
-            for shift in (None, torch.randn(2, 3, y.shape[3], device="cuda")):
-                found = of_tokens.pool_blocks(y, shift, block)
-                expected = by_cpu(of_tokens.pool_blocks)(y, shift, block)
+            shift = torch.randn(2, 3, y.shape[3], device="cuda")
+            for given in ((None, block), (shift, block), (shift.to(dtype), block, True)):
+                found = of_tokens.pool_blocks(y, *given)
+                expected = by_cpu(of_tokens.pool_blocks)(y, *given)
                 assert_close(found, expected, rtol=2e-6, atol=5e-6)
 
 
@@ -180,8 +181,9 @@ def test_the_largest_scores_are_those_of_a_sort(M):
             scores[torch.rand_like(scores) < infinite] = math.inf
             counts = torch.randint(0, M + 1, scores.shape[:3], device="cuda").int()
             counts[0, 0, :2] = torch.tensor([0, M])
-            found = of_tokens.largest(scores, counts)
-            assert torch.equal(found, by_cpu(of_tokens.largest)(scores, counts))
+            for each in (scores, scores.bfloat16(), scores.half()):
+                found = of_tokens.largest(each, counts)
+                assert torch.equal(found, by_cpu(of_tokens.largest)(each, counts))
 
 
 def which(counts, indices):

@@ -510,9 +510,11 @@ def test_pooled_blocks(block, dtype):
         x = between_nan(B, H, N, D, dtype=dtype)
         x[:, 0, 0] = 0  # has no direction
         shift = torch.randn(B, H, D) if shifted else None
-        found = of_tokens._launch_pool(run, None, x, shift, block)
-        for y, expected in zip(found, of_tokens.pool_blocks(x, shift, block), strict=True):
-            assert_close(y, expected, rtol=2e-6, atol=5e-6)
+        for squares in (False, True):
+            found = of_tokens._launch_pool(run, None, x, shift, block, squares)
+            by_torch = of_tokens.pool_blocks(x, shift, block, squares)
+            for y, expected in zip(found, by_torch, strict=True):
+                assert_close(y, expected, rtol=2e-6, atol=5e-6)
 
 
 def test_pooled_blocks_of_differences_that_are_rounded():
