@@ -44,7 +44,8 @@ class Call:
     finish: Callable[[Node], Node] = lambda out: out  # from attention's output to `node`'s value
     refused: Reason | None = None  # why this call cannot be written as SDPA
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
-    recipe: str | None = None  # the argument of sage_inductor.attention
+    recipe: str | None = None  # the argument of sage_inductor.attention, as the next
+    keep: Selection | dict | float | None = None
     sink: Node | None = None  # [B, H_q, N_q, 1]: a score more in each row, of a value of 0
     lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
     selection: Selection | None = None  # which blocks of keys are kept, where that is asked for

@@ -43,6 +43,7 @@ from sage_inductor.ops.sparse.selector import RULES, Selection
 from sage_inductor.session import session
 
 VERSION = 1
+KeepOption = Selection | dict[str, Any] | float  # what says which blocks of keys are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Rule:
     head_dim: int | tuple[int, ...] = ()  # q's; none: any
     length: tuple[int | None, int | None] = (None, None)  # N_q
     stage: str | None = None  # None: every one
-    keep: Selection | dict | float | None = None  # of the blocks of keys; a Policy has Selections
+    keep: KeepOption | None = None  # of the blocks of keys; a Policy has Selections
     training: TrainingOption | None = None  # None: as the settings say
 
     def __post_init__(self):
@@ -349,10 +350,17 @@ def _rule(rule) -> Rule:
                 fields[name] = _field(name, value)
     found = Rule(**fields)
     with _at("recipe"):
-        if found.keep is not None and found.recipe in (names.AUTO, names.OFF):
-            what = "beside keep, recipe must be the name of one"
-            raise ValueError(f"{what}, got {found.recipe!r}")
+        if found.keep is not None:
+            kept(found.keep, found.recipe)
     return found
+
+
+def kept(keep: KeepOption, recipe: str, of: str = "") -> Selection:
+    """What `keep` says beside a recipe. Raises ValueError; of: the beginning of its message."""
+    with _at(of=of):
+        if recipe in (names.AUTO, names.OFF):
+            raise ValueError(f"beside keep, recipe must be the name of one, got {recipe!r}")
+        return _keep(keep.given() if isinstance(keep, Selection) else keep)
 
 
 def _must(holds: bool, what: str, value) -> None:

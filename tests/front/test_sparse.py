@@ -3,6 +3,7 @@
 Shapes: B batch, H heads, N sequence, D head_dim.
 """
 
+import functools
 import json
 
 import pytest
@@ -149,6 +150,44 @@ def test_an_eager_call_follows_the_policy():
     with torch.no_grad(), config.patch(emulate=True, policy=policy):
         out = sage_inductor.attention(q, k, v)
     assert torch.equal(out, by_selected(q, k, v, KEEP)[0])
+
+
+@pytest.mark.parametrize("way", ["eager", "backend", "in a compiled function", "Inductor"])
+def test_an_attention_call_takes_what_a_policy_says(way):
+    q, k, v = tokens(400), tokens(400), tokens(400)
+
+    def attend(q, k, v):
+        return sage_inductor.attention(q, k, v, recipe=RECIPE, keep=SLA)
+
+    given = {"backend": "sage"} if way == "backend" else {"backend": "inductor"}
+    run = attend if way == "eager" else torch.compile(attend, fullgraph=True, **given)
+    if way == "in a compiled function":
+        run = torch.compile(sage_inductor.attention, backend="aot_eager")
+        run = functools.partial(run, recipe=RECIPE, keep=SLA)
+    with torch.no_grad(), config.patch(emulate=True):
+        out = run(q, k, v)
+        dense = sage_inductor.attention(q, k, v, recipe=RECIPE)
+    expected = by_selected(q, k, v, SLA)[0]
+    assert support.relative_l1(out, expected) < 1e-6
+    assert support.relative_l1(out, dense) > 1e-2
+    assert "keep {'rule': 'sla'" in sage_inductor.report()[0].reason
+
+
+def test_a_rule_that_fits_comes_before_the_calls_own_keep():
+    q, k, v = tokens(400), tokens(400), tokens(400)
+    with torch.no_grad(), config.patch(emulate=True, policy=[{"recipe": RECIPE, "keep": KEEP}]):
+        out = sage_inductor.attention(q, k, v, recipe="sage1", keep=SLA)
+    assert torch.equal(out, by_selected(q, k, v, KEEP)[0])
+
+
+def test_an_attention_call_refuses_what_a_policy_does():
+    x = tokens(400)
+    what = "sage_inductor.attention: beside keep, recipe must be the name of one, got 'auto'"
+    with pytest.raises(ValueError, match=what):
+        sage_inductor.attention(x, x, x, keep=0.3)
+    what = r"sage_inductor.attention: rule sla takes .*, got tau"
+    with pytest.raises(ValueError, match=what):
+        sage_inductor.attention(x, x, x, recipe=RECIPE, keep={"rule": "sla", "tau": 1})
 
 
 # -- calls that it is not for --
