@@ -441,7 +441,7 @@ def _is_pair(x, valid: Callable[..., bool]) -> bool:
 
 
 def _are_ranges(x) -> bool:
-    """Of which none is empty at every length."""
+    """Whether these are ranges, none of which is empty at every length."""
 
     def valid(start, end) -> bool:
         both = is_integer(start, -math.inf) and (end is None or is_integer(end, -math.inf))
@@ -454,7 +454,7 @@ def _are_lengths(x) -> bool:
     return isinstance(x, (list, tuple)) and all(is_integer(n, 0) for n in x)
 
 
-# Of the fields of keep: what must hold.
+# What must hold for a field of keep.
 _KEEP = {
     **dict.fromkeys(
         ("top_k", "top_p", "similarity", "sparsity"), ("a fraction, 0 to 1", _is_fraction)

@@ -25,12 +25,12 @@ Those that checkpoints were trained with. M: the blocks of keys that are not alw
                                             (1e-3 / log2(e))^2), and neighbours of the diagonal
     "error"  scale q_mean k_mean^T + log(E |k|^2 - |k_mean|^2)      the int(top_k M) largest, or one
 
-Of vsa k_mean is as it is. Of sol it is less its mean over the blocks, and var_d the mean of its
-squares. SLA (arXiv:2509.24006) and VSA (arXiv:2505.13389) compute in q's dtype, and so does this:
-SLA's k less its mean, the means, the product and the quotient are rounded to it. Equal scores are
-frequent then; the first of them are kept. VSA with segments, Sol-Attn (arXiv:2607.24027) and PISA's
-order by the error of a mean in the place of its tokens are in fp32. With segments M are the blocks
-behind them; where these compete, as many blocks more as they have are kept, and M is all.
+VSA's k_mean is as it is; Sol's is less its mean over the blocks, and var_d the mean of its squares.
+SLA (arXiv:2509.24006) and VSA (arXiv:2505.13389) compute in q's dtype, and so does this: SLA's k
+less its mean, the means, the product and the quotient are rounded to it. Many scores are equal
+then; the first of them are kept. VSA with segments, Sol-Attn (arXiv:2607.24027) and PISA's order by
+the error of a mean in the place of its tokens are in fp32. With segments M are the blocks behind
+them; where these compete, as many blocks more as they have are kept of all.
 
 Means, self-similarity and the choice of the largest scores are pool.py's, kernels on CUDA: q is
 read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
@@ -87,7 +87,7 @@ class Selection(NamedTuple):
     sparsity: float | None = None  # 1 - top_k, but counted as where the model was trained
     # Ranges of tokens that see all and that all see; below 0: from the end on, None: the end.
     dense: tuple[tuple[int, int | None], ...] = ()
-    tau: float | None = None  # keeps scores of so many deviations above their mean
+    tau: float | None = None  # keeps scores this many deviations above their mean
     # Tokens of the parts of a prefix that sees all; all see it ("exempt"), or it competes.
     segments: tuple[int, ...] = ()
     mode: str = "exempt"  # or "compete"
@@ -199,9 +199,9 @@ def _blocks_of(
 
 
 def _count(rest: Tensor, asked: Selection) -> Tensor:
-    """How many are kept of so many blocks that are not always kept, both [..., M_q]: by the rule's
-    own expression in doubles, for int((1 - 0.8) * 590) is 117 and int(0.2 * 590) is 118. On the
-    device, where a symbolic length is no guard."""
+    """How many are kept of the `rest`, the number of blocks that are not always kept [..., M_q]: by
+    the rule's own expression in doubles, for int((1 - 0.8) * 590) is 117 and int(0.2 * 590) is 118.
+    On the device, where a symbolic length is no guard."""
     if asked.rule == "pooled":
         return (rest * round(asked.top_k * PARTS) + PARTS - 1) // PARTS
     if asked.rule == "sol":
