@@ -119,7 +119,9 @@ class Selection(NamedTuple):
 
     def arguments(self) -> tuple:
         """What ``sage::select_blocks`` takes after scale; ours are as they were in old programs."""
-        others = Selection(0.0, 0.0, 0.1, 0, 0, *self[5:-1]).given()
+        ours = Selection._fields[:5]
+        usual = {name: self._field_defaults[name] for name in (*ours, "blocks")}
+        others = self._replace(**usual).given()
         return *self[:5], *self.size, *([json.dumps(others)] if others else [])
 
 
