@@ -8,7 +8,7 @@ these nodes are taken out again.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -45,7 +45,7 @@ class Call:
     refused: Reason | None = None  # why this call cannot be written as SDPA
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
     recipe: str | None = None  # the argument of sage_inductor.attention, as the next
-    keep: Selection | dict | float | None = None
+    keep: Selection | dict[str, Any] | float | None = None
     sink: Node | None = None  # [B, H_q, N_q, 1]: a score more in each row, of a value of 0
     lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
     selection: Selection | None = None  # which blocks of keys are kept, where that is asked for

@@ -119,7 +119,7 @@ def why_not_selected(call: Call) -> Reason | None:
         return reasons.KEEP_SELF(n_q, n_kv)
     if call.lse is not None:
         return reasons.KEEP_WITHOUT_LSE()
-    rule = call.selection.rule
+    rule = call.selection.rule if call.selection else "pooled"
     if rule != "pooled" and call.scale is not None and call.scale <= 0:
         return reasons.KEEP_SCALE(rule, call.scale)
     return None

@@ -415,8 +415,8 @@ def _keep(value) -> Selection:
     above = ", above 0" * ("top_k" in rule.amounts)
     what = f"rule {name} must be given {how_many}{amounts}{above}"
     _must(given == 1 or given > 1 and name == "pooled", what, value)
-    several = {field: _as_tuple(x) for field, x in fields.items() if isinstance(x, (list, tuple))}
-    keep = Selection(**fields | several)
+    read: dict[str, Any] = {field: _as_tuple(x) for field, x in fields.items()}
+    keep = Selection(**read)
     competes, prefix = keep.mode == "compete", sum(keep.segments)
     with _at(*["segments"] * (prefix > 0)):
         _must(prefix > 0 or not competes, "mode compete is about segments", value)
@@ -444,7 +444,7 @@ def _are_ranges(x) -> bool:
     """Whether these are ranges, none of which is empty at every length."""
 
     def valid(start, end) -> bool:
-        both = is_integer(start, -math.inf) and (end is None or is_integer(end, -math.inf))
+        both = type(start) is int and (end is None or type(end) is int)
         return both and (end is None or (start < 0) != (end < 0) or start < end)
 
     return isinstance(x, (list, tuple)) and all(_is_pair(each, valid) for each in x)

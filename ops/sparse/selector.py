@@ -138,7 +138,7 @@ def compose_select(
     """
     ours, blocks = (top_k, top_p, similarity, dense_first, dense_last), (block_q, block_kv)
     asked = Selection(*ours, **json.loads(others), blocks=blocks)
-    rule, N, D = asked.rule, q.shape[2], q.shape[3]
+    rule, N = asked.rule, q.shape[2]
     # Inductor takes out a conversion to 16 bits and back. So nothing is converted back: products
     # and `largest` read what was rounded.
     is_rounded = "scores" in RULES[rule].others and not asked.segments
@@ -167,11 +167,11 @@ def compose_select(
             k_odd = (k_alike < similarity).repeat_interleave(H_q // H_kv, 1)
             always = always | (q_alike < similarity).unsqueeze(3) | k_odd.unsqueeze(2)
         elif rule == "vsa":
-            scores = scores / D**0.5
+            scores = scores / int(q.shape[3]) ** 0.5
         elif rule == "error":
             spread = (k_alike - k_mean.square().sum(3)).clamp(min=torch.finfo(dtype).tiny)
             scores = scores + spread.log().repeat_interleave(H_q // H_kv, 1).unsqueeze(2)
-        elif rule == "sol":
+        elif asked.tau is not None:
             variance = scale**2 * group.square() @ k_mean.square().mean(2).unsqueeze(3)
             bound = asked.tau * (variance + (1e-3 / math.log2(math.e)) ** 2).sqrt()
             always = always | (scores > bound.view(B, H_q, M_q, 1))

@@ -167,9 +167,9 @@ def _request(
         training = OFF  # "auto" is about speed
     if wanted is None:
         named = settings.recipe != OFF and call.recipe not in (None, AUTO)
-        wanted, rule = call.recipe if named else settings.recipe, ""
-        asked = named and call.keep is not None
-        selection = kept(call.keep, wanted, "sage_inductor.attention: ") if asked else None
+        wanted, selection, rule = call.recipe if named else settings.recipe, None, ""
+        if named and call.keep is not None:
+            selection = kept(call.keep, call.recipe or OFF, "sage_inductor.attention: ")
     if selection is not None and selection.keeps_all:
         selection = None
     return wanted, training, selection, rule

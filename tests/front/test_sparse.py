@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import sage_inductor
 from sage_inductor import SageRefused, config
 from sage_inductor.choose.decide import rewrite
-from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.options import Settings
 from sage_inductor.policy import from_python
@@ -326,17 +325,24 @@ def test_a_package_is_not_made_by_an_example_of_one_block(given):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("recipe", [RECIPE, support.swept("sage2-8b-rotated")])
-def test_what_a_package_is_made_of_selects_as_the_model_does(recipe):
+@pytest.mark.parametrize(
+    "recipe, keep",
+    [
+        (RECIPE, KEEP), (RECIPE, SLA), (RECIPE, TRAINED["vsa, compete"]), (RECIPE, TRAINED["sol"]),
+        (RECIPE, TRAINED["error"]), support.swept("sage2-8b-rotated", KEEP),
+    ],
+)  # fmt: skip
+def test_what_a_package_is_made_of_selects_as_the_model_does(recipe, keep):
     """test_export.py has one built and run."""
     layer = Layer().eval()
     program = exported(layer, 129)
-    (site,) = sage_inductor.rewrite(program, options=options(KEEP, recipe))
-    assert site.decision.selection == Selection(**KEEP) and site.recipe == recipe
+    (site,) = sage_inductor.rewrite(program, options=options(keep, recipe))
+    assert json.loads(json.dumps(site.decision.selection.given())) == keep
+    assert site.recipe == recipe
     run = support.opened(program)
     for N in (300, 2, 64, 65, 129):
         x = tokens(N, 2, 1, 128)[:, 0]
-        assert support.relative_l1(run(x)[0], by_hand(layer, x, recipe)) < 1e-3, N
+        assert support.relative_l1(run(x)[0], by_hand(layer, x, recipe, keep)) < 1e-3, N
 
 
 @pytest.mark.gpu
