@@ -26,7 +26,7 @@ from torch import Tensor
 from sage_inductor import patterns, stages
 from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import decide
-from sage_inductor.names import AUTO, RecipeOption, check_recipe, unknown
+from sage_inductor.names import AUTO, OFF, RecipeOption, check_recipe, unknown
 from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import as_int
 from sage_inductor.options import config, resolve, settings_in_force
@@ -114,6 +114,63 @@ def attention(  # noqa: PLR0913  (SDPA's arguments and ours)
             return (out, torch.ops.sage.lse(*lse)) if return_lse else out
         run = _run_of(tensors, options, key)
     return run.compute(*tensors)
+
+
+def sparse_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, proj: Callable[[Tensor], Tensor], keep: KeepOption,
+    *, recipe: RecipeOption, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """SLA (arXiv:2509.24006), with its branch for what is left out:
+
+        attention(q, k, v, keep=keep) + proj(f(q) (f(k)^T v) / (1e-5 + f(q) sum f(k)))
+
+    f is softmax over the channels, and the sums are over all keys. For inference.
+
+    q, k, v, recipe, scale: `attention`'s, in [B, H, N, D]. keep: such as {"rule": "sla", "top_k":
+    0.1}. proj: what a layer applies to the branch, [B, H_q, N, D_v] -> the same; it runs under
+    autocast in q's dtype, unless that is fp32.
+
+    Returns [B, H_q, N, D_v] in q's dtype. Raises what `attention` does.
+    """
+    out = attention(q, k, v, scale=scale, enable_gqa=True, recipe=recipe, keep=keep)
+    of_q, of_k = q.softmax(-1), k.softmax(-1)
+    group = q.shape[1] // k.shape[1]
+    values, total = (
+        x.repeat_interleave(group, 1) for x in (of_k.mT @ v, of_k.sum(2, keepdim=True))
+    )
+    linear = of_q @ values / (1e-5 + (of_q * total).sum(-1, keepdim=True))
+    with torch.autocast(q.device.type, dtype=q.dtype, enabled=q.dtype != torch.float32):
+        linear = proj(linear)
+    return (out + linear).to(q.dtype)
+
+
+def video_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keep: KeepOption, *, recipe: RecipeOption
+) -> Tensor:
+    """VSA (arXiv:2505.13389), with its coarse branch:
+
+        attention(q, k, v, keep=keep) + gate * (softmax(q_mean k_mean^T / sqrt(D)) v_mean)
+
+    The means are of the tokens of each block; what a block of queries gets, each of its rows does.
+    They are in q's dtype, with segments in fp32. Their attention is exact, unless a rule of the
+    policy fits it. For inference.
+
+    q, k, v, recipe: `attention`'s, in [B, H, N, D], tokens in the order of the blocks. gate
+    [B, H_q, N, D_v]. keep: such as {"rule": "vsa", "sparsity": 0.9}.
+
+    Returns [B, H_q, N, D_v] in q's dtype. Raises what `attention` does.
+    """
+    asked = kept(keep, recipe, "sage_inductor.video_sparse_attention: ")
+    out = attention(q, k, v, enable_gqa=True, recipe=recipe, keep=keep)
+    dtype, (block_q, block_kv) = torch.float32 if asked.segments else q.dtype, asked.size
+    blocks = block_q, block_kv, block_kv
+    means = (
+        torch.ops.sage.pool_blocks(x, None, block)[0].to(dtype)
+        for x, block in zip((q, k, v), blocks, strict=True)
+    )
+    coarse = attention(*means, enable_gqa=True, recipe=OFF)
+    coarse = coarse.repeat_interleave(block_q, 2)[:, :, : q.shape[2]]
+    return (out + gate * coarse).to(q.dtype)
 
 
 def quantized(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import sage_inductor
-from sage_inductor import SageRefused, config
+from sage_inductor import SageRefused, config, functional
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.options import Settings
@@ -187,6 +187,59 @@ def test_an_attention_call_refuses_what_a_policy_does():
     what = r"sage_inductor.attention: rule sla takes .*, got tau"
     with pytest.raises(ValueError, match=what):
         sage_inductor.attention(x, x, x, recipe=RECIPE, keep={"rule": "sla", "tau": 1})
+
+
+# -- with the branches that models are trained with --
+
+
+def of_sla(q, k, v, proj):
+    """In float64, a row of q at a time."""
+    q, k, v = (
+        q.double(),
+        *(x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)),
+    )
+    weights = torch.einsum("bhid,bhjd->bhij", q.softmax(-1), k.softmax(-1))
+    return proj((weights @ v / (1e-5 + weights.sum(-1, keepdim=True))).float()).double()
+
+
+def of_vsa(q, k, v, gate, block=64):
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    q_mean, k_mean, v_mean = (
+        torch.stack([each.double().mean(2) for each in x.split(block, 2)], 2) for x in (q, k, v)
+    )
+    out = (q_mean @ k_mean.mT * q.shape[3] ** -0.5).softmax(-1) @ v_mean
+    rows = [out[:, :, i // block] for i in range(q.shape[2])]
+    return gate.double() * torch.stack(rows, 2)
+
+
+@pytest.mark.parametrize("way", ["eager", "backend"])
+@pytest.mark.parametrize("name", ["sparse_linear_attention", "video_sparse_attention"])
+def test_the_branches_of_trained_models_are_added(name, way):
+    q, k, v = (tokens(330, H=H) for H in (4, 2, 2))
+    proj, gate = torch.nn.Linear(64, 64), torch.randn_like(q)
+    keep = SLA if name == "sparse_linear_attention" else TRAINED["vsa"]
+    branch = proj if keep is SLA else gate
+
+    def attend(q, k, v):
+        return getattr(functional, name)(q, k, v, branch, keep, recipe=RECIPE)
+
+    run = torch.compile(attend, backend="sage", fullgraph=True) if way == "backend" else attend
+    with torch.no_grad(), config.patch(emulate=True):
+        out = run(q, k, v)
+        added = of_sla(q, k, v, proj) if keep is SLA else of_vsa(q, k, v, gate)
+        expected = by_selected(q, k, v, keep)[0].double() + added
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    assert "keep {'rule'" in sage_inductor.report()[0].reason
+
+
+def test_the_projection_of_16_bits_is_in_the_models_precision():
+    """Its weights are fp32; autocast computes it in bf16, as where it was trained."""
+    q, k, v = (tokens(330, H=H).bfloat16() for H in (2, 2, 2))
+    proj = torch.nn.Linear(64, 64)
+    with torch.no_grad(), config.patch(emulate=True):
+        out = functional.sparse_linear_attention(q, k, v, proj, SLA, recipe=RECIPE)
+        expected = by_selected(q, k, v, SLA)[0].double() + of_sla(q, k, v, proj)
+    assert out.dtype == torch.bfloat16 and support.relative_l1(out, expected) < 1e-2
 
 
 # -- calls that it is not for --
