@@ -242,7 +242,7 @@ def measure_layout(density: float, device, rounds: int, target_ms: float, video=
 
     def selected(q, k, v, *order):
         selection = Selection(density, similarity=0.0)
-        return torch.ops.sage.select_blocks(q, k, 0.1, *selection.ranked, *BLOCK_SIZE, *order)[1]
+        return torch.ops.sage.select_blocks(q, k, 0.1, *selection.arguments(*order))[1]
 
     providers = {"op, gathered": Provider("gathered", gathered)}
     for name, order in (("rows", None), ("cubes", perm)):

@@ -79,7 +79,7 @@ def pooled(q: Tensor, k: Tensor, density: float, similarity: float = 0.0) -> Ten
     more = max(0, round(density * M) - diagonal)
     selection = Selection(more * PARTS // rest / PARTS, similarity=similarity)
     scale = q.shape[3] ** -0.5
-    counts, indices = torch.ops.sage.select_blocks(q, k, scale, *selection.ranked, *BLOCK_SIZE)
+    counts, indices = torch.ops.sage.select_blocks(q, k, scale, *selection.arguments())
     first = torch.arange(M, device=q.device) < counts[..., None]
     return torch.zeros_like(first).scatter_(3, indices.long(), first)
 

@@ -8,14 +8,14 @@ these nodes are taken out again.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.recipe import NAMED, decode
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import FULL, NO_LISTS, Band, BlockLists
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.graph import Emitter, by_schema, dims, value_of
@@ -44,7 +44,8 @@ class Call:
     finish: Callable[[Node], Node] = lambda out: out  # from attention's output to `node`'s value
     refused: Reason | None = None  # why this call cannot be written as SDPA
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
-    recipe: str | None = None  # the argument of sage_inductor.attention
+    recipe: str | None = None  # the argument of sage_inductor.attention, as the next
+    keep: Selection | dict[str, Any] | float | None = None
     sink: Node | None = None  # [B, H_q, N_q, 1]: a score more in each row, of a value of 0
     lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
     selection: Selection | None = None  # which blocks of keys are kept, where that is asked for
@@ -62,7 +63,7 @@ class Call:
     @property
     def block_size(self) -> tuple[int, int] | None:
         """Queries and keys of a block, where lists say which blocks are computed."""
-        return self.blocks.size if self.selection is None else BLOCK_SIZE
+        return self.blocks.size if self.selection is None else self.selection.size
 
 
 DECODE = "decode"  # in a recipe's place

@@ -3,8 +3,8 @@
 import itertools
 import math
 import re
-from typing import Any
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -120,11 +120,13 @@ def why_not_selected(call: Call) -> Reason | None:
         return reasons.KEEP_SELF(n_q, n_kv)
     if call.lse is not None:
         return reasons.KEEP_WITHOUT_LSE()
-    keep = call.selection
-    if keep is not None and keep.layout is not None:
-        tokens = keep.dense_first + math.prod(keep.layout) + keep.dense_last
-        if not statically_true(n_q == tokens):
-            return reasons.LAYOUT(list(keep.layout), tokens, n_q)
+    asked = call.selection
+    if asked is None:
+        return None
+    if asked.rule != "pooled" and call.scale is not None and call.scale <= 0:
+        return reasons.KEEP_SCALE(asked.rule, call.scale)
+    if asked.layout is not None and not statically_true(n_q == asked.tokens):
+        return reasons.LAYOUT(list(asked.layout), asked.tokens, n_q)
     return None
 
 

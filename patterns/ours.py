@@ -23,9 +23,9 @@ from sage_inductor.patterns.graph import value_of
 ENTRIES: set = set()
 
 
-def as_sdpa(graph: Graph) -> dict[Node, tuple[str, Node | None]]:
-    """Write every call of an entry as SDPA, in place. Returns for each: the recipe that is asked
-    for, and the logsumexp, where it is."""
+def as_sdpa(graph: Graph) -> dict[Node, tuple]:
+    """Write every call of an entry as SDPA, in place. Returns for each: the recipe and the blocks
+    that are asked for, and the logsumexp, where it is."""
     requested = {}
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in ENTRIES:
@@ -33,13 +33,14 @@ def as_sdpa(graph: Graph) -> dict[Node, tuple[str, Node | None]]:
             given.apply_defaults()
             out, lse = _written(node, **given.arguments)
             node.graph.erase_node(node)
-            requested[out] = given.arguments["recipe"], lse
+            requested[out] = given.arguments["recipe"], given.arguments["keep"], lse
     return requested
 
 
 def _written(  # noqa: PLR0913  (attention's arguments)
-    node: Node, q, k, v, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse, dropout_p
-) -> tuple[Node, Node | None]:
+    node: Node, q, k, v, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse, dropout_p,
+    keep,
+) -> tuple[Node, Node | None]:  # fmt: skip
     key = "val" if "val" in node.meta else "example_value"
     values = value_of(node) if return_lse else (value_of(node), None)
 

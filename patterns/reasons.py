@@ -206,9 +206,10 @@ _NOT_KEPT = 'give this call a rule of its own, without "keep" and before the one
 KEEP_UNMASKED = Cause("blocks are selected where there is no mask, got {}", *_NOT_KEPT)
 KEEP_SELF = Cause("blocks are selected for self-attention, got {} queries and {} keys", *_NOT_KEPT)
 KEEP_WITHOUT_LSE = Cause("blocks are selected where no logsumexp is returned", *_NOT_KEPT)
-LAYOUT = Cause("layout {} must be of {} tokens, with dense_first and dense_last, got {}",
-    "give the frames, rows and columns that attention gets, and other tokens as dense_first and "
-    "dense_last; compile with static lengths, or give the rule a length of one number, [N, N]",
+KEEP_SCALE = Cause("rule {} selects blocks where scale is above 0, got {}", *_NOT_KEPT)
+LAYOUT = Cause("layout {} must be of {} tokens, with dense ones around it, got {}",
+    "give the frames, rows and columns that attention gets, and other tokens as dense ones or "
+    "segments; compile with static lengths, or give the rule a length of one number, [N, N]",
     "the layout has another number of tokens")
 
 # -- who makes the call (sdpa.py, modules.py, sdpa_backends.py, flex.py) ----

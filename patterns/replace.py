@@ -20,7 +20,7 @@ from torch.fx import Node
 from sage_inductor.ops.decode_call import DecodeCall
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.symbols import equal
 from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
@@ -77,11 +77,11 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         return put(first)
     blocks, perm = call.blocks, ()
     if decision.selection is not None:
-        perm = _order(call, decision.selection)
-        fields = *decision.selection.ranked, *BLOCK_SIZE, *perm
-        selected = emit(torch.ops.sage.select_blocks.default, q, k, scale, *fields)
+        select, asked = torch.ops.sage.select_blocks.default, decision.selection
+        perm = _order(call, asked)
+        selected = emit(select, q, k, scale, *asked.arguments(*perm))
         lists = (emit(operator.getitem, selected, i) for i in range(2))
-        blocks = BlockLists(*lists, None, None, *BLOCK_SIZE)
+        blocks = BlockLists(*lists, None, None, *asked.size)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
         scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,
@@ -111,7 +111,7 @@ def _order(call: Call, keep: Selection) -> tuple:
     if keep.layout is None:
         return ()
     emit, op, q = call.emit, torch.ops.sage.cube_order.default, value_of(call.q)
-    args = list(keep.layout), list(keep.cube), keep.dense_first
+    args = list(keep.layout), list(keep.cube), keep.beside[0]
     for node in emit.anchor.graph.find_nodes(op="call_function", target=op):
         first = value_of(node.args[0])
         alike = first.device == q.device and equal(first.shape[2:3], q.shape[2:3])

@@ -41,7 +41,8 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         enable_gqa=args["enable_gqa"],
     )  # fmt: skip
     if node in index.requested:
-        call.spelling, (call.recipe, call.lse) = "sage_inductor.attention", index.requested[node]
+        call.spelling = "sage_inductor.attention"
+        call.recipe, call.keep, call.lse = index.requested[node]
     if not isinstance(is_causal, bool):
         call.refused = reasons.IS_CAUSAL(is_causal)
     if index.functorch_depth(node):  # what is inserted there has no value

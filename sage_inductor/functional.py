@@ -26,7 +26,7 @@ from torch import Tensor
 from sage_inductor import patterns, stages
 from sage_inductor.choose import cost, families
 from sage_inductor.choose.decide import decide
-from sage_inductor.names import AUTO, RecipeOption, check_recipe, unknown
+from sage_inductor.names import AUTO, OFF, RecipeOption, check_recipe, unknown
 from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import as_int
 from sage_inductor.options import config, resolve, settings_in_force
@@ -35,7 +35,7 @@ from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.graph import as_float
 from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
-from sage_inductor.policy import stages_of
+from sage_inductor.policy import KeepOption, kept, stages_of
 from sage_inductor.session import session
 from sage_inductor.study.report import raise_if_refused, record
 
@@ -46,23 +46,26 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
     *, recipe: RecipeOption = ..., return_lse: typing.Literal[False] = ..., dropout_p: float = ...,
+    keep: KeepOption | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @typing.overload
 def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = ..., is_causal: bool = ...,
     scale: float | None = ..., enable_gqa: bool = ...,
     *, recipe: RecipeOption = ..., return_lse: typing.Literal[True], dropout_p: float = ...,
+    keep: KeepOption | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-def attention(
+def attention(  # noqa: PLR0913  (SDPA's arguments and ours)
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
-    *, recipe: RecipeOption = AUTO, return_lse: bool = False, dropout_p: float = 0.0, **foreign,
+    *, recipe: RecipeOption = AUTO, return_lse: bool = False, dropout_p: float = 0.0,
+    keep: KeepOption | None = None, **foreign,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale * q k^T + mask) v, quantized where that is faster, else by
     ``torch.nn.functional.scaled_dot_product_attention``, whose arguments these are.
 
-    What differs from SDPA: `dropout_p` is the last argument and given by name; `recipe` and
-    `return_lse` are added; nested tensors are refused; and a quantized result is not exact
+    What differs from SDPA: `dropout_p` is given by name; `recipe`, `return_lse` and `keep` are
+    added; nested tensors are refused; and a quantized result is not exact
     (``sage_inductor.diagnose`` measures by how much). On CPU SDPA computes all calls, unless
     ``config.emulate`` is set.
 
@@ -77,22 +80,27 @@ def attention(
     rule of the policy that fits comes first, and so does a config that switches everything off.
     return_lse: whether lse is returned, too.
     dropout_p: 0; it is there for calls that were SDPA's.
+    keep: which blocks of keys self-attention computes, as a rule of a policy says it
+    (docs/guide/sparse.md); recipe must be a name then.
 
     Returns out [B, H_q, N_q, D_v] in q's dtype (under autocast in autocast's), with return_lse also
     the row logsumexp [B, H_q, N_q]: fp32, natural log, not differentiable. Where SDPA computes out,
     ``sage::lse`` computes lse.
 
     Raises SageOptionError for an unknown recipe, SageRefused under ``config.strict``, TypeError for
-    nested tensors or an is_causal that is no bool, ValueError for a dropout_p that is not 0 and for
-    dtypes, head_dims, lengths or heads that do not fit each other, and what SDPA raises.
+    nested tensors or an is_causal that is no bool, ValueError for a dropout_p that is not 0, a keep
+    that a policy may not have, and for dtypes, head_dims, lengths or heads that do not fit each
+    other, and what SDPA raises.
     """
     if foreign:
         raise TypeError(_unexpected(foreign))
     if torch.compiler.is_dynamo_compiling():  # this function itself: else it is one call of a graph
         given = {"scale": scale, "enable_gqa": enable_gqa, "recipe": recipe, "dropout_p": dropout_p}
-        return _in_graph(q, k, v, attn_mask, is_causal, **given, return_lse=return_lse)
+        return _in_graph(q, k, v, attn_mask, is_causal, **given, return_lse=return_lse, keep=keep)
+    if keep is not None:
+        keep = kept(keep, recipe, "sage_inductor.attention: ")
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
-    options = is_causal, scale, enable_gqa, recipe, return_lse
+    options = is_causal, scale, enable_gqa, recipe, return_lse, keep
     key = _key(tensors, options) if dropout_p == 0.0 and type(is_causal) is bool else None
     run = session().runs.get(key)
     if run is None:
@@ -108,6 +116,70 @@ def attention(
     return run.compute(*tensors)
 
 
+def sparse_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, proj: Callable[[Tensor], Tensor], keep: KeepOption,
+    *, recipe: RecipeOption, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """SLA (arXiv:2509.24006), with its branch for what is left out:
+
+        attention(q, k, v, keep=keep) + proj(f(q) (f(k)^T v) / (1e-5 + f(q) sum f(k)))
+
+    f is softmax over the channels, and the sums are over all keys. For inference.
+
+    q, k, v, recipe, scale: `attention`'s, in [B, H, N, D]. keep: such as {"rule": "sla", "top_k":
+    0.1}. proj: what a layer applies to the branch, [B, H_q, N, D_v] -> the same; it runs under
+    autocast in q's dtype, unless that is fp32.
+
+    Returns [B, H_q, N, D_v] in q's dtype. Raises what `attention` does.
+    """
+    out = attention(q, k, v, scale=scale, enable_gqa=True, recipe=recipe, keep=keep)
+    of_q, of_k = q.softmax(-1), k.softmax(-1)
+    group = q.shape[1] // k.shape[1]
+    values, total = (
+        x.repeat_interleave(group, 1) for x in (of_k.mT @ v, of_k.sum(2, keepdim=True))
+    )
+    linear = of_q @ values / (1e-5 + (of_q * total).sum(-1, keepdim=True))
+    with torch.autocast(q.device.type, dtype=q.dtype, enabled=q.dtype != torch.float32):
+        linear = proj(linear)
+    return (out + linear).to(q.dtype)
+
+
+def video_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, keep: KeepOption, *, recipe: RecipeOption
+) -> Tensor:
+    """VSA (arXiv:2505.13389), with its coarse branch:
+
+        attention(q, k, v, keep=keep) + gate * (softmax(q_mean k_mean^T / sqrt(D)) v_mean)
+
+    The means are of the tokens of each block; what a block of queries gets, each of its rows does.
+    They are in q's dtype, with segments in fp32. Their attention is exact, unless a rule of the
+    policy fits it. For inference.
+
+    q, k, v, recipe: `attention`'s, in [B, H, N, D], tokens in the order of the blocks, unless keep
+    has a layout. gate [B, H_q, N, D_v]. keep: such as {"rule": "vsa", "sparsity": 0.9}.
+
+    Returns [B, H_q, N, D_v] in q's dtype. Raises what `attention` does, and ValueError for another
+    number of tokens than keep's layout has.
+    """
+    asked = kept(keep, recipe, "sage_inductor.video_sparse_attention: ")
+    out = attention(q, k, v, enable_gqa=True, recipe=recipe, keep=keep)
+    dtype, (block_q, block_kv) = torch.float32 if asked.segments else q.dtype, asked.size
+    blocks, N, perm = (block_q, block_kv, block_kv), q.shape[2], None
+    block_of = torch.arange(N, device=q.device) // block_q
+    if asked.layout is not None:
+        if N != asked.tokens:
+            raise ValueError(f"keep's layout must be of q's {N} tokens, got {asked.tokens}")
+        before, _ = asked.beside
+        perm = torch.ops.sage.cube_order(q, list(asked.layout), list(asked.cube), before)
+        block_of = perm.argsort() // block_q
+    means = (
+        torch.ops.sage.pool_blocks(x, None, block, False, perm)[0].to(dtype)
+        for x, block in zip((q, k, v), blocks, strict=True)
+    )
+    coarse = attention(*means, enable_gqa=True, recipe=OFF).index_select(2, block_of)
+    return (out + gate * coarse).to(q.dtype)
+
+
 def quantized(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None,
     enable_gqa: bool, *, recipe: str, module: str,
@@ -115,7 +187,7 @@ def quantized(
     """In eager, `attention`, or None where SDPA would compute it: for a caller that has something
     else for that case. module: the path by which the policy and the report know the call."""
     tensors = (q, k, v) if attn_mask is None else (q, k, v, attn_mask)
-    options = False, scale, enable_gqa, recipe, False
+    options = False, scale, enable_gqa, recipe, False, None
     key = _key(tensors, options, module)
     run = session().runs.get(key)
     if run is None:
@@ -337,7 +409,7 @@ def _why_not(x: Tensor) -> Reason | None:
 
 def _graph_of(values: list[Tensor], options: tuple, module: str) -> torch.fx.GraphModule:
     """The call alone, of fake tensors, as if `module` made it."""
-    is_causal, scale, enable_gqa, recipe, return_lse = options
+    is_causal, scale, enable_gqa, recipe, return_lse, keep = options
     graph = torch.fx.Graph()
     q, k, v, attn_mask = (*values, None)[:4]
     out = F.scaled_dot_product_attention(
@@ -348,7 +420,7 @@ def _graph_of(values: list[Tensor], options: tuple, module: str) -> torch.fx.Gra
     q, k, v, attn_mask = (*nodes, None)[:4]
     call = graph.call_function(
         attention, (q, k, v, attn_mask, is_causal, scale, enable_gqa),
-        {"recipe": recipe, "return_lse": return_lse},
+        {"recipe": recipe, "return_lse": return_lse, "keep": keep},
     )  # fmt: skip
     for node, value in zip(nodes, values, strict=True):
         node.meta["example_value"] = value

@@ -39,10 +39,11 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sparse.selector import Selection
+from sage_inductor.ops.sparse.selector import EACH, RULES, Selection
 from sage_inductor.session import session
 
 VERSION = 1
+KeepOption = Selection | dict[str, Any] | float  # what says which blocks of keys are kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Rule:
     head_dim: int | tuple[int, ...] = ()  # q's; none: any
     length: tuple[int | None, int | None] = (None, None)  # N_q
     stage: str | None = None  # None: every one
-    keep: Selection | dict | float | None = None  # of the blocks of keys; a Policy has Selections
+    keep: KeepOption | None = None  # of the blocks of keys; a Policy has Selections
     training: TrainingOption | None = None  # None: as the settings say
 
     def __post_init__(self):
@@ -349,10 +350,17 @@ def _rule(rule) -> Rule:
                 fields[name] = _field(name, value)
     found = Rule(**fields)
     with _at("recipe"):
-        if found.keep is not None and found.recipe in (names.AUTO, names.OFF):
-            what = "beside keep, recipe must be the name of one"
-            raise ValueError(f"{what}, got {found.recipe!r}")
+        if found.keep is not None:
+            kept(found.keep, found.recipe)
     return found
+
+
+def kept(keep: KeepOption, recipe: str, of: str = "") -> Selection:
+    """What `keep` says beside a recipe. Raises ValueError; of: the beginning of its message."""
+    with _at(of=of):
+        if recipe in (names.AUTO, names.OFF):
+            raise ValueError(f"beside keep, recipe must be the name of one, got {recipe!r}")
+        return _keep(keep.given() if isinstance(keep, Selection) else keep)
 
 
 def _must(holds: bool, what: str, value) -> None:
@@ -387,25 +395,113 @@ def _field(name: str, value):
 
 def _keep(value) -> Selection:
     fields = value if isinstance(value, dict) else {"top_k": value}
-    _check_keys(fields, Selection._fields, ())
-    boxes = {name: _box(name, fields) for name in ("layout", "cube") if name in fields}
-    keep = Selection(**fields)._replace(**boxes)
-    valid = all(is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in keep[:3])
-    valid = valid and keep[:2] != (0, 0) and all(is_integer(x, 0) for x in keep[3:5])
-    what = f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
-    _must(valid, what + "fractions, the first two not both 0, and two numbers of tokens", value)
+    name = fields.get("rule", "pooled")
+    with _at("rule"):
+        _must(name in list(RULES), f"rule must be one of {', '.join(RULES)}", name)
+    rule = RULES[name]
+    valid = ("rule", *rule.amounts, *rule.others, *EACH)
+    for field in fields:
+        with _at(field):
+            if field in Selection._fields and field not in valid:
+                raise ValueError(f"rule {name} takes {', '.join(valid[1:])}, got {field}")
+    _check_keys(fields, valid, ())
+    for field, x in fields.items():
+        what, holds = _KEEP.get(field, (None, None))
+        with _at(*[field] * isinstance(value, dict)):
+            _must(holds is None or holds(x), f"{field} must be {what}", x)
+    usual, amounts = Selection._field_defaults, ", ".join(rule.amounts)
+    given = sum(fields.get(field, usual[field]) != usual[field] for field in rule.amounts)
+    how_many = "at least one of " if name == "pooled" else "one of " * (len(rule.amounts) > 1)
+    above = ", above 0" * ("top_k" in rule.amounts)
+    what = f"rule {name} must be given {how_many}{amounts}{above}"
+    _must(given == 1 or given > 1 and name == "pooled", what, value)
+    read: dict[str, Any] = {field: _as_tuple(x) for field, x in fields.items()}
+    keep = Selection(**read)
+    competes, prefix = keep.mode == "compete", sum(keep.segments)
+    with _at(*["segments"] * (prefix > 0)):
+        _must(prefix > 0 or not competes, "mode compete is about segments", value)
+        _must(prefix == 0 or not keep.dense, "segments and dense must not both be given", value)
+        block, lengths = max(keep.size), keep.segments if competes else (prefix,)
+        what = f"segments must be multiples of {block}{' together' * (not competes)}, as blocks "
+        what += "are not padded"
+        _must(all(n % block == 0 for n in lengths), what, keep.segments)
+    if keep.layout is None:
+        with _at("cube"):
+            _must("cube" not in fields, "cube must stand beside layout", value)
+        return keep
+    with _at("dense"):
+        outside = all(
+            start == 0 < (end or 0) or start < 0 and end is None for start, end in keep.dense
+        )
+        what = "beside layout dense must be [0, n] and [-n, null], the tokens around the video"
+        _must(outside, what, keep.dense)
+    with _at("layout"):
+        whole = all(n % of == 0 for n, of in zip(keep.layout, keep.cube, strict=True))
+        whole = whole and math.prod(keep.layout) % block == 0
+        what = (
+            f"rule vsa must be given a layout of whole cubes, and of blocks of {block} tokens, as "
+        )
+        what += "blocks are not padded"
+        _must(whole or name != "vsa", what, keep.layout)
     return keep
 
 
-def _box(name: str, fields: dict) -> tuple[int, int, int]:
-    """layout, or the cube of one."""
-    with _at(name):
-        x, multiple = fields[name], 64 if name == "cube" else 1
-        sizes = isinstance(x, (list, tuple)) and len(x) == 3 and all(is_integer(n, 1) for n in x)
-        what = "[frames, rows, columns]" + ", a multiple of 64 tokens" * (multiple > 1)
-        _must(sizes and math.prod(x) % multiple == 0, f"{name} must be {what}", x)
-        _must("layout" in fields, "cube must stand beside layout", x)
-    return tuple(x)
+def _as_tuple(x):
+    return tuple(map(_as_tuple, x)) if isinstance(x, (list, tuple)) else x
+
+
+def _is_fraction(x) -> bool:
+    return is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1
+
+
+def _is_pair(x, valid: Callable[..., bool]) -> bool:
+    return isinstance(x, (list, tuple)) and len(x) == 2 and valid(*x)
+
+
+def _is_box(x) -> bool:
+    return isinstance(x, (list, tuple)) and len(x) == 3 and all(is_integer(n, 1) for n in x)
+
+
+def _are_ranges(x) -> bool:
+    """Whether these are ranges, none of which is empty at every length."""
+
+    def valid(start, end) -> bool:
+        both = type(start) is int and (end is None or type(end) is int)
+        return both and (end is None or (start < 0) != (end < 0) or start < end)
+
+    return isinstance(x, (list, tuple)) and all(_is_pair(each, valid) for each in x)
+
+
+def _are_lengths(x) -> bool:
+    return isinstance(x, (list, tuple)) and all(is_integer(n, 0) for n in x)
+
+
+# What must hold for a field of keep.
+_KEEP = {
+    **dict.fromkeys(
+        ("top_k", "top_p", "similarity", "sparsity"), ("a fraction, 0 to 1", _is_fraction)
+    ),
+    **dict.fromkeys(
+        ("dense_first", "dense_last"), ("a number of tokens", lambda x: is_integer(x, 0))
+    ),
+    "dense": (
+        "a list of ranges [from, to] of tokens, none of them empty: numbers, below 0 from the end "
+        "on, and to may be null", _are_ranges,
+    ),
+    "tau": ("a number", lambda x: type(x) in (int, float) and abs(x) < math.inf),
+    "segments": ("a list of numbers of tokens", _are_lengths),
+    "mode": ("exempt or compete", lambda x: x in ("exempt", "compete")),
+    "scores": ("as_trained or fp32", lambda x: x in ("as_trained", "fp32")),
+    "blocks": (
+        "[queries, keys], each 64 or 128",
+        lambda x: _is_pair(x, lambda *sizes: all(n in (64, 128) for n in sizes)),
+    ),
+    "layout": ("[frames, rows, columns]", _is_box),
+    "cube": (
+        "[frames, rows, columns], a multiple of 64 tokens",
+        lambda x: _is_box(x) and math.prod(x) % 64 == 0,
+    ),
+}  # fmt: skip
 
 
 def _check_keys(given: dict, valid: tuple[str, ...], needed: tuple[str, ...]) -> None:

@@ -457,7 +457,7 @@ def prepare(
     perm = contiguous(torch.int32, N_kv) if ordered else None
     return {
         "smooth": {"x": x, "perm": perm},
-        "pool_blocks": {"x": x, "shift": mean if two else None, "block": 128, "perm": perm},
+        "pool_blocks": {"x": x, "shift": mean if two else None, "block": 128, "squares": False, "perm": perm},
         "largest": {"scores": scores, "counts": contiguous(torch.int32, *of_rows)},
     }[op]  # fmt: skip
 

@@ -213,7 +213,7 @@ def unsmooth(D: int) -> None:
 def pool(D: int, block: int, shifted: bool, ordered: bool = False) -> None:
     x = qkv(D)[1]
     perm = empty(x.shape[2], dtype=torch.int32) if ordered else None
-    of_tokens.pool_blocks(x, x[:, :, 0].float() if shifted else None, block, perm)
+    of_tokens.pool_blocks(x, x[:, :, 0].float() if shifted else None, block, perm=perm)
 
 
 def largest() -> None:

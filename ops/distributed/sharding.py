@@ -61,7 +61,7 @@ def _sdpa(*args) -> Ways:
 
 @_register(sage.select_blocks.default)
 def _select_blocks(q, k, *others) -> Ways:
-    inputs = [Shard, Shard, *[_whole for perm in others[8:] if perm is not None]]
+    inputs = [Shard, Shard, *[_whole for perm in others[9:] if perm is not None]]
     return _ways(q, k, [Shard] * 2, inputs)
 
 

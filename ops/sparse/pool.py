@@ -29,12 +29,12 @@ _SIGN, _ALL = tl.constexpr(1 << 31), tl.constexpr((1 << 32) - 1)
 @triton.jit
 def _pool_kernel(
     X,  # [B, H, N, D] in
-    Shift,  # [B, H, D] in, fp32; if SHIFT
+    Shift,  # [B, H, D] in, fp32 or X's dtype; if SHIFT
     Perm,  # int32 [N] in or None: layout.py
-    Mean, Alike,  # [B, H, M, D], [B, H, M] out, fp32
+    Mean, Alike,  # [B, H, M, D], [B, H, M] out, fp32; if SQUARES the mean of squared norms
     stride_b, stride_h, stride_n, stride_d,
     H, N,
-    SHIFT: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, SQUARES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * M,). One block of one head, ROWS tokens at a time."""
@@ -50,7 +50,7 @@ def _pool_kernel(
         x = X + ((head // H * stride_b + head % H * stride_h) >> 1)
         x = x + d.to(tl.int64)[None, :] * stride_d
     if SHIFT:
-        shift = tl.load(Shift + head * D + d, mask=d < D, other=0.0)
+        shift = tl.load(Shift + head * D + d, mask=d < D, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
     units = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in tl.static_range(0, BLOCK, ROWS):
@@ -62,18 +62,23 @@ def _pool_kernel(
         rows = tl.load(at, mask=mask, other=0.0)
         rows = rows.to(tl.float32)
         if SHIFT:
-            rows = tl.where(mask, rows - shift[None, :], 0.0)
-        norm = tl.sqrt(tl.sum(rows * rows, 1))
+            rows = (rows - shift[None, :]).to(Shift.dtype.element_ty).to(tl.float32)
+            rows = tl.where(mask, rows, 0.0)
         total += rows
-        units += rows * (1.0 / tl.maximum(norm, 1e-12))[:, None]
+        if SQUARES:
+            units += rows * rows
+        else:
+            norm = tl.sqrt(tl.sum(rows * rows, 1))
+            units += rows * (1.0 / tl.maximum(norm, 1e-12))[:, None]
     units = tl.sum(units, 0) / tokens
     tl.store(Mean + pid * D + d, tl.sum(total, 0) / tokens, mask=d < D)
-    tl.store(Alike + pid, tl.sum(units * units, 0))
+    tl.store(Alike + pid, tl.sum(units if SQUARES else units * units, 0))
 
 
 def _launch_pool(
-    run: Callable, _gpu, x: Tensor, shift: Tensor | None, block: int, perm: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    run: Callable, _gpu, x: Tensor, shift: Tensor | None, block: int, squares: bool = False,
+    perm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, H, N, D = x.shape
     D = int(D)  # a tile needs a number
     M, BLOCK_D = triton.cdiv(N, block), triton.next_power_of_2(D)
@@ -85,7 +90,7 @@ def _launch_pool(
         (x, x if shift is None else shift, perm, mean, alike),
         (*doubled(x.stride()),
          H, N,  # shape
-         shift is not None,  # semantics
+         shift is not None, squares,  # semantics
          D, block, min(16, 2048 // BLOCK_D), BLOCK_D),  # tile; rows in the registers of pool_warps
         num_warps=pool_warps(BLOCK_D),
     )  # fmt: skip
@@ -100,21 +105,22 @@ def pool_warps(block_d: int) -> int:
 
 @launched_by(_launch_pool)
 def pool_blocks(
-    x: Tensor, shift: Tensor | None, block: int, perm: Tensor | None = None
+    x: Tensor, shift: Tensor | None, block: int, squares: bool = False, perm: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] in fp32 is taken off ->
-    mean [B, H, M, D] and alike [B, H, M] of each `block` tokens, in fp32. perm: their order
-    (layout.py)."""
+    """x [B, H, N, D], any dtype and strides, of which shift [B, H, D] is taken off, in fp32 or, if
+    it has x's dtype, in that -> of each `block` tokens mean [B, H, M, D] and alike [B, H, M] or,
+    if `squares`, the mean of their squared norms, in fp32. perm: their order (layout.py)."""
     x, N = ordered(x, perm), x.shape[2]
     M = (N + block - 1) // block
     tokens = (N - torch.arange(M, device=x.device) * block).clamp(max=block)
-    x = x.float() if shift is None else x.float() - shift.unsqueeze(2)
+    x = (x if shift is None else x - shift.unsqueeze(2)).float()
 
     def mean(x: Tensor) -> Tensor:
         blocks = F.pad(x, (0, 0, 0, M * block - N)).unflatten(2, (M, block))
         return blocks.sum(3) / tokens.unsqueeze(1)
 
-    return mean(x), mean(F.normalize(x, dim=3)).square().sum(3)
+    alike = mean(x.square()) if squares else mean(F.normalize(x, dim=3)).square()
+    return mean(x), alike.sum(3)
 
 
 @triton.jit
@@ -125,7 +131,7 @@ def _float_at(place):
 
 @triton.jit
 def _largest_kernel(
-    Scores,  # [rows, M] in, fp32
+    Scores,  # [rows, M] in, fp32 or 16 bits
     Counts,  # [rows] in, int32
     Indices,  # [rows, M] out, int32
     M,
@@ -146,6 +152,7 @@ def _largest_kernel(
         reached = tl.zeros([CHUNK], tl.int32)
         for start in range(0, M, CHUNK):
             chunk = tl.load(scores + start + i, mask=start + i < M, other=float("nan"))
+            chunk = chunk.to(tl.float32)
             reached += (chunk >= x).to(tl.int32)
         found = tl.sum(reached, 0)
         place = tl.where(found >= count, place | bit, place)
@@ -158,6 +165,7 @@ def _largest_kernel(
     for start in range(0, M, CHUNK):
         j = start + i
         chunk = tl.load(scores + j, mask=j < M, other=float("nan"))
+        chunk = chunk.to(tl.float32)
         is_equal = (chunk == least) | any_score
         nth = equal + tl.cumsum(is_equal.to(tl.int32), 0)
         is_kept = (chunk > least) | (is_equal & (nth <= count - above))
@@ -184,7 +192,7 @@ def _largest(scores: Tensor, counts: Tensor) -> list[Tensor]:
 
 
 def largest(scores: Tensor, counts: Tensor) -> Tensor:
-    """scores [..., M] in fp32, counts [...] int32, 0 to M -> indices [..., M], int32.
+    """scores [..., M], floating, counts [...] int32, 0 to M -> indices [..., M], int32.
 
     A row has the indices of its counts[...] largest scores, and then those of the rest, both in
     ascending order. The first of equal scores are taken. In a row with NaN or -infinity as many

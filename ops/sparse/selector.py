@@ -1,5 +1,7 @@
-"""Which blocks of keys each block of queries computes, chosen from q and k alone, untrained. The
-result is attention's only nearly: nobody gets it who does not ask for it.
+"""Which blocks of keys each block of queries computes, chosen from q and k alone. The result is
+attention's only nearly: nobody gets it who does not ask for it.
+
+Ours ("pooled"), untrained:
 
     q_mean, k_mean = means of the tokens of each block          k's with its mean over N taken off
     scores         = scale * q_mean k_mean^T + log(tokens of the block of keys / block_kv)
@@ -15,6 +17,21 @@ From SpargeAttn (arXiv:2502.18137, section 3.3; self-similarity as its code comp
 divides by the largest product). The diagonal and dense tokens are from Sparse VideoGen
 (arXiv:2502.01776), and the weight of a tail, which is shorter, is ours.
 
+Those that checkpoints were trained with. M: the blocks of keys that are not always kept.
+
+    "sla"    q_mean k_mean^T                the int(top_k M) or int((1 - sparsity) M) largest
+    "vsa"    q_mean k_mean^T / sqrt(D)      the ceil((1 - sparsity) M) largest, one at least
+    "sol"    scale q_mean k_mean^T          those above tau sqrt(scale^2 sum_d q_mean_d^2 var_d +
+                                            (1e-3 / log2(e))^2), and neighbours of the diagonal
+    "error"  scale q_mean k_mean^T + log(E |k|^2 - |k_mean|^2)      the int(top_k M) largest, or one
+
+VSA's k_mean is as it is; Sol's is less its mean over the blocks, and var_d the mean of its squares.
+SLA (arXiv:2509.24006) and VSA (arXiv:2505.13389) compute in q's dtype, and so does this: SLA's k
+less its mean, the means, the product and the quotient are rounded to it. Many scores are equal
+then; the first of them are kept. VSA with segments, Sol-Attn (arXiv:2607.24027) and PISA's order by
+the error of a mean in the place of its tokens are in fp32. With segments M are the blocks behind
+them; where these compete, as many blocks more as they have are kept of all.
+
 Means, self-similarity and the choice of the largest scores are pool.py's, kernels on CUDA: q is
 read once and k twice. The rest is plain PyTorch. AOTAutograd traces into the op, and nothing
 waits for the device.
@@ -22,6 +39,8 @@ waits for the device.
 Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queries, M_kv of keys.
 """
 
+import json
+import math
 from typing import NamedTuple
 
 import torch
@@ -35,7 +54,25 @@ from sage_inductor.ops.symbols import fix_head_dims
 
 # Queries and keys, SpargeAttn's: 128 queries share a scale in sage1, 64 keys do in every recipe.
 BLOCK_SIZE = (128, 64)
-PARTS = 10_000  # top_k is counted in these: a length times a float is no exact number
+PARTS = 10_000  # ours counts top_k in these: a length times a float is no exact number
+
+
+class Rule(NamedTuple):
+    """What a rule takes of Selection's fields, beside EACH, which each takes."""
+
+    blocks: tuple[int, int]  # queries and keys of a block, where nothing else is asked for
+    amounts: tuple[str, ...]  # how many are kept; one is given, of ours one or both
+    others: tuple[str, ...] = ()
+
+
+EACH = "dense", "blocks", "layout", "cube"
+RULES = {
+    "pooled": Rule(BLOCK_SIZE, ("top_k", "top_p"), ("similarity", "dense_first", "dense_last")),
+    "sla": Rule(BLOCK_SIZE, ("top_k", "sparsity"), ("scores",)),
+    "vsa": Rule((64, 64), ("sparsity",), ("scores", "segments", "mode")),
+    "sol": Rule((64, 64), ("tau",)),
+    "error": Rule((64, 64), ("top_k",)),
+}
 
 
 class Selection(NamedTuple):
@@ -48,83 +85,181 @@ class Selection(NamedTuple):
     similarity: float = 0.1
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end
-    layout: tuple[int, int, int] | None = None  # T, H, W of the video between them (ops/layout.py)
-    cube: tuple[int, int, int] = (4, 4, 4)  # of tokens that follow each other then
-
-    @property
-    def ranked(self) -> tuple:
-        """What `select_blocks` takes: of layout and cube it gets the order."""
-        return tuple(self[:5])
+    rule: str = "pooled"  # a name in RULES
+    sparsity: float | None = None  # 1 - top_k, but counted as where the model was trained
+    # Ranges of tokens that see all and that all see; below 0: from the end on, None: the end.
+    dense: tuple[tuple[int, int | None], ...] = ()
+    tau: float | None = None  # keeps scores this many deviations above their mean
+    # Tokens of the parts of a prefix that sees all; all see it ("exempt"), or it competes.
+    segments: tuple[int, ...] = ()
+    mode: str = "exempt"  # or "compete"
+    scores: str = "as_trained"  # or "fp32", where the rule was trained with scores of q's dtype
+    blocks: tuple[int, int] | None = None  # queries and keys of a block; None: the rule's
+    layout: tuple[int, int, int] | None = None  # T, H, W of the video between dense tokens
+    cube: tuple[int, int, int] = (4, 4, 4)  # of tokens that follow each other then (ops/layout.py)
 
     def given(self) -> float | dict:
         """As a policy says it: the fields that are not the defaults, or top_k alone."""
         fields = {name: x for name, x in self._asdict().items() if x != self._field_defaults[name]}
         return self.top_k if fields.keys() == {"top_k"} else fields
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        return self.blocks or RULES[self.rule].blocks
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.top_k == 1 or self.sparsity == 0
+
+    def ranges(self, N: int, of_keys: bool) -> list[tuple[int, int]]:
+        """The tokens of N that are dense as keys, or as queries: [from, to) each."""
+        prefix = 0 if of_keys and self.mode == "compete" else sum(self.segments)
+        given = [
+            (start if start >= 0 else N + start, N if end is None else end if end >= 0 else N + end)
+            for start, end in self.dense
+        ]
+        return [(0, self.dense_first), (N - self.dense_last, N), (0, prefix), *given]
+
+    @property
+    def beside(self) -> tuple[int, int]:
+        """How many tokens stand before a layout's video and behind it, all of them dense."""
+        before = [end or 0 for start, end in self.dense if start == 0]
+        behind = [-start for start, _ in self.dense if start < 0]
+        first = max(self.dense_first, sum(self.segments), *before)
+        return first, max(self.dense_last, 0, *behind)
+
+    @property
+    def tokens(self) -> int | None:
+        """How many a layout's video and the tokens around it are."""
+        return None if self.layout is None else math.prod(self.layout) + sum(self.beside)
+
+    def arguments(self, *perm) -> tuple:
+        """What ``sage::select_blocks`` takes after scale, with the order by layout and cube where
+        there is one; ours are as they were in old programs."""
+        ours = Selection._fields[:5]
+        usual = {x: self._field_defaults[x] for x in (*ours, "blocks", "layout", "cube")}
+        others = self._replace(**usual).given()
+        return *self[:5], *self.size, *([json.dumps(others)] if others or perm else []), *perm
+
 
 def compose_select(
     q: Tensor, k: Tensor, scale: float, top_k: float, top_p: float, similarity: float,
-    dense_first: int, dense_last: int, block_q: int, block_kv: int, perm: Tensor | None = None,
+    dense_first: int, dense_last: int, block_q: int, block_kv: int, others: str = "{}",
+    perm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``sage::select_blocks``: for self-attention without a mask, the blocks of keys that are kept.
 
     q [B, H_q, N, D], k [B, H_kv, N, D] of any floating dtypes and strides, scale of the softmax;
-    then Selection's fields. perm: in which order tokens form blocks (ops/layout.py). Returns
-    num_blocks [B, H_q, M_q] and indices [B, H_q, M_q, M_kv], int32 and not differentiable, of which
-    row m has the blocks indices[..., m, :num_blocks[..., m]], in ascending order, and then the
-    others: BlockLists' first two.
+    then Selection's fields, the last ones as JSON. perm: in which order tokens form blocks
+    (ops/layout.py). Returns num_blocks [B, H_q, M_q] and indices [B, H_q, M_q, M_kv], int32 and not
+    differentiable, of which row m has the blocks indices[..., m, :num_blocks[..., m]], in ascending
+    order, and then the others: BlockLists' first two.
     """
+    ours, blocks = (top_k, top_p, similarity, dense_first, dense_last), (block_q, block_kv)
+    asked = Selection(*ours, **json.loads(others), blocks=blocks)
+    rule, N = asked.rule, q.shape[2]
+    # Inductor takes out a conversion to 16 bits and back. So nothing is converted back: products
+    # and `largest` read what was rounded.
+    is_rounded = "scores" in RULES[rule].others and not asked.segments
+    dtype = q.dtype if is_rounded and asked.scores == "as_trained" else torch.float32
     with torch.autocast(q.device.type, enabled=False):
-        shift = smooth(k, perm)[0]
-        (q_mean, q_always, first_q, _), (k_mean, k_always, first_kv, k_tokens) = (
-            _pool(*x, similarity, dense_first, dense_last, perm)
-            for x in ((q, None, block_q), (k, shift, block_kv))
-        )
+        shift = None if rule in ("vsa", "sol") else smooth(k, perm)[0].to(dtype)
+        q_mean, q_alike = pool_blocks(q, None, block_q, perm=perm)
+        k_mean, k_alike = pool_blocks(k, shift, block_kv, rule == "error", perm)
+        if rule == "sol":
+            k_mean = k_mean - k_mean.mean(2, keepdim=True)
         (B, H_q, M_q, _), (H_kv, M_kv) = q_mean.shape, k_mean.shape[1:3]
+        first_q, _, q_dense = _blocks_of(q_mean, N, block_q, asked.ranges(N, of_keys=False), perm)
+        first_kv, k_tokens, k_dense = _blocks_of(
+            k_mean, N, block_kv, asked.ranges(N, of_keys=True), perm
+        )
         group = q_mean.unflatten(1, (H_kv, -1)).flatten(2, 3)  # [B, H_kv, H_q / H_kv * M_q, D]
-        scores = (scale * group @ k_mean.mT).view(B, H_q, M_q, M_kv)
-        scores = scores + (k_tokens / block_kv).log()
+        factor = 1.0 if rule in ("sla", "vsa") else scale
+        scores = (factor * group.to(dtype) @ k_mean.to(dtype).mT).view(B, H_q, M_q, M_kv)
 
-        k_always = k_always.repeat_interleave(H_q // H_kv, 1)
         first_q = first_q.unsqueeze(1)
-        diagonal = (first_q < first_kv + block_kv) & (first_kv < first_q + block_q)
-        always = diagonal | q_always.unsqueeze(3) | k_always.unsqueeze(2)
+        always = q_dense.unsqueeze(1) | k_dense
+        if rule in ("pooled", "sol"):  # the diagonal
+            margin = block_kv if rule == "sol" else 0
+            end_q, end_kv = first_q + block_q + margin, first_kv + block_kv + margin
+            always = always | (first_q < end_kv) & (first_kv < end_q)
+        if rule == "pooled":
+            scores = scores + (k_tokens / block_kv).log()
+            k_odd = (k_alike < similarity).repeat_interleave(H_q // H_kv, 1)
+            always = always | (q_alike < similarity).unsqueeze(3) | k_odd.unsqueeze(2)
+        elif rule == "vsa":
+            scores = scores / int(q.shape[3]) ** 0.5
+        elif rule == "error":
+            spread = (k_alike - k_mean.square().sum(3)).clamp(min=torch.finfo(dtype).tiny)
+            scores = scores + spread.log().repeat_interleave(H_q // H_kv, 1).unsqueeze(2)
+        elif asked.tau is not None:
+            variance = scale**2 * group.square() @ k_mean.square().mean(2).unsqueeze(3)
+            bound = asked.tau * (variance + (1e-3 / math.log2(math.e)) ** 2).sqrt()
+            always = always | (scores > bound.view(B, H_q, M_q, 1))
         ranked = torch.where(always, torch.inf, scores)
         num_blocks = always.sum(-1)
-        rest = (M_kv - num_blocks) * round(top_k * PARTS)
-        num_blocks = num_blocks + (rest + PARTS - 1) // PARTS
+        num_blocks = num_blocks + _count(M_kv - num_blocks, asked)
         if top_p > 0:
             order = ranked.sort(stable=True, descending=True)[1]
             reached = scores.softmax(-1).gather(-1, order).cumsum(-1)
             enough = (reached < top_p).sum(-1) + 1
             num_blocks = torch.maximum(num_blocks, enough.clamp(max=M_kv))
-        num_blocks = num_blocks.int()
+        num_blocks = num_blocks.clamp(min=1).int().expand(B, H_q, M_q).contiguous()
         return num_blocks, largest(ranked, num_blocks)
 
 
-def _pool(
-    x: Tensor, shift: Tensor | None, block: int, similarity: float, dense_first: int,
-    dense_last: int, perm: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """For each block of x [B, H, N, D], less shift [B, H, D]: the mean of its tokens [B, H, M, D],
-    whether it is always computed [B, H, M], bool, its first token and how many it has [M]."""
-    mean, alike = pool_blocks(x, shift, block, perm)
-    N = x.shape[2]
-    first = torch.arange(mean.shape[2], device=x.device) * block
+def _blocks_of(
+    mean: Tensor, N: int, block: int, ranges: list[tuple[int, int]], perm: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each block of N tokens, whose means are [B, H, M, D]: its first token, how many it has
+    and whether one of them is in one of the ranges, bool. Each [M]."""
+    first = torch.arange(mean.shape[2], device=mean.device) * block
     tokens = (N - first).clamp(max=block)
-    if perm is None:
-        dense = (first < dense_first) | (first + tokens > N - dense_last)
-    else:
-        dense = (perm < dense_first) | (perm >= N - dense_last)
+    start, end = (first, first + tokens) if perm is None else (perm, perm + 1)
+    dense = torch.zeros_like(start, dtype=torch.bool)
+    for low, high in ranges:
+        dense = dense | (start.clamp(min=low) < end.clamp(max=high))
+    if perm is not None:
         dense = F.pad(dense, (0, mean.shape[2] * block - N)).unflatten(0, (-1, block)).any(1)
-    return mean, dense | (alike < similarity), first, tokens
+    return first, tokens, dense
+
+
+def _count(rest: Tensor, asked: Selection) -> Tensor:
+    """How many are kept of the `rest`, the number of blocks that are not always kept [..., M_q]: by
+    the rule's own expression in doubles, for int((1 - 0.8) * 590) is 117 and int(0.2 * 590) is 118.
+    On the device, where a symbolic length is no guard."""
+    if asked.rule == "pooled":
+        return (rest * round(asked.top_k * PARTS) + PARTS - 1) // PARTS
+    if asked.rule == "sol":
+        return torch.zeros_like(rest)
+    competing = sum(asked.segments) // asked.size[1] if asked.mode == "compete" else 0
+    part = asked.top_k if asked.sparsity is None else 1 - asked.sparsity
+    kept = part * (rest - competing).double()
+    kept = (kept.ceil() if asked.rule == "vsa" else kept).long()
+    if asked.rule != "sla":
+        kept = kept.clamp(min=1)
+    return torch.minimum(kept + competing, rest)
 
 
 select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, mutates_args=())
 
 
 @select_blocks.register_fake
-def _(q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv, perm=None):
+def _(
+    q,
+    k,
+    scale,
+    top_k,
+    top_p,
+    similarity,
+    dense_first,
+    dense_last,
+    block_q,
+    block_kv,
+    others="{}",
+    perm=None,
+):
     fix_head_dims(q, k)
     N = q.shape[2]
     rows = *q.shape[:2], (N + block_q - 1) // block_q

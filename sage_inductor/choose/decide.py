@@ -42,7 +42,7 @@ from sage_inductor.patterns.graph import statically_true, value_of
 from sage_inductor.patterns.module_path import module_path
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
-from sage_inductor.policy import CallDescription, ask, layer_of
+from sage_inductor.policy import CallDescription, ask, kept, layer_of
 
 # Queries and keys from which block lists beat compiled flex_attention. The preparation of k and v
 # weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:
@@ -193,7 +193,9 @@ def _request(
     if wanted is None:
         named = settings.recipe != OFF and call.recipe not in (None, AUTO)
         wanted, selection, rule = call.recipe if named else settings.recipe, None, ""
-    elif selection is not None and selection.top_k == 1:
+        if named and call.keep is not None:
+            selection = kept(call.keep, call.recipe or OFF, "sage_inductor.attention: ")
+    if selection is not None and selection.keeps_all:
         selection = None
     return wanted, training, selection, rule
 

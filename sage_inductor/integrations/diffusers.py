@@ -13,6 +13,7 @@ Shapes: B batch, N_q and N_kv sequence, H_q and H_kv heads, D head_dim (D_v of v
 """
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,9 @@ def sage_attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, N, D]
     if attn_mask is not None and attn_mask.shape == (q.shape[0], k.shape[2]):
         attn_mask = attn_mask[:, None, None]  # as diffusers' own backend reads it
-    given = dict(attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    given: dict[str, Any] = dict(
+        attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     if dropout_p:
         if return_lse:
             raise ValueError("attention backend sage_inductor: no lse of dropout is known")

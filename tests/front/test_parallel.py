@@ -570,7 +570,7 @@ def as_dtensor(x, mesh, placements):
 
 
 def call_op(name: str, tensors: dict, given: dict, backend=None):
-    op = getattr(torch.ops.sage, name.removesuffix(", causal"))
+    op = getattr(torch.ops.sage, name.split(",")[0])
     if backend is not None:
         torch._dynamo.reset()
         eager = op
@@ -707,12 +707,14 @@ def call_of(name: str, **shape) -> tuple[dict, dict]:
         "prepare": ({}, {"attn_mask": None, "recipe": NAMED[RECIPE].encode(), "portable": False}),
         "lse": ({}, {"attn_mask": None, "is_causal": True, "scale": None}),
         "select_blocks": ({}, SELECTION),
+        "select_blocks, sla": ({}, {**SELECTION, "top_p": 0.0, "others": '{"rule": "sla"}'}),
         "sagebwd": (training[0], {**training[1], "is_causal": False}),
         "sagebwd, causal": (training[0], {**training[1], "is_causal": True}),
         "rowscaled": (training[0], {**training[1], "is_causal": False}),
         "rowscaled, causal": (training[0], {**training[1], "is_causal": True}),
     }[name]
     read = {"prepare": dict(k=k, v=v), "lse": dict(q=q, k=k), "select_blocks": dict(q=q, k=k)}
+    read["select_blocks, sla"] = read["select_blocks"]
     return {**read.get(name, dict(q=q, k=k, v=v)), **tensors}, given
 
 
@@ -721,10 +723,10 @@ SELECTION = dict(
     block_kv=64,
 )  # fmt: skip
 OPS = (
-    "sdpa", "prepare", "lse", "select_blocks", "sagebwd", "sagebwd, causal", "rowscaled",
-    "rowscaled, causal",
+    "sdpa", "prepare", "lse", "select_blocks", "select_blocks, sla", "sagebwd", "sagebwd, causal",
+    "rowscaled", "rowscaled, causal",
 )  # fmt: skip
-TRAINING = OPS[4:]
+TRAINING = OPS[5:]
 
 
 @pairs(

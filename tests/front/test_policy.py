@@ -155,11 +155,30 @@ def test_the_first_rule_that_fits_decides_and_the_recipe_where_none_does(
 
 
 fraction, tokens = st.sampled_from([0, 0.0, 0.05, 0.1, 0.3, 1, 1.0]), st.integers(0, 300)
+size, dense = st.sampled_from([64, 128]), st.tuples(st.integers(-99, -1), st.none())
 sizes = st.tuples(*[st.integers(1, 99)] * 3)
 cubes = st.sampled_from([(4, 4, 4), (1, 8, 8), (4, 8, 8)])
+boxes = st.just({}) | st.fixed_dictionaries({"layout": sizes, "cube": cubes})
+of_each = dict(blocks=st.none() | st.tuples(size, size), dense=st.lists(dense).map(tuple))
+scores = st.sampled_from(["as_trained", "fp32"])
 selections = st.builds(
-    Selection, fraction, fraction, fraction, tokens, tokens, st.none() | sizes, cubes
-).filter(lambda keep: (keep.top_k or keep.top_p) and (keep.layout or keep.cube == (4, 4, 4)))
+    lambda of_rule, of_each, box: Selection(**of_rule, **of_each, **box),
+    st.fixed_dictionaries({
+        "top_k": fraction, "top_p": fraction, "similarity": fraction, "dense_first": tokens,
+        "dense_last": tokens,
+    }).filter(lambda keep: keep["top_k"] or keep["top_p"])
+    | st.fixed_dictionaries({"rule": st.just("sla"), "sparsity": fraction, "scores": scores})
+    | st.fixed_dictionaries({"rule": st.just("sol"), "tau": st.floats(-2, 2) | st.integers(0, 2)})
+    | st.fixed_dictionaries({"rule": st.just("error"), "top_k": st.floats(0.01, 1)}),
+    st.fixed_dictionaries(of_each), boxes,
+) | st.builds(
+    lambda mode, prefix, scores, layout: Selection(
+        rule="vsa", sparsity=0.9, segments=prefix, mode=mode if prefix else "exempt", scores=scores,
+        layout=layout,
+    ),
+    st.sampled_from(["exempt", "compete"]), st.sampled_from([(), (128, 0, 256)]), scores,
+    st.sampled_from([None, (4, 8, 12)]),
+)  # fmt: skip
 keeping = st.builds(
     Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 2, 3), keep=st.none() | selections
 )
@@ -591,9 +610,12 @@ INVALID = {  # text, line, reason
     "key": ('{"version": 1,\n"rule": []}', 2, "rule does not exist: did you mean rules?"),
     "twice": ('{"version": 1, "rules": [],\n"rules": []}', 2, "rules is given 2 times"),
 }
-KEEP = (
-    "keep must be a fraction above 0, or {{...}} of top_k, top_p, similarity, dense_first, "
-    "dense_last, layout, cube: three fractions, the first two not both 0, and two numbers of tokens, got {}"
+FRACTION = "{} must be a fraction, 0 to 1, got {}"
+AMOUNT = "rule pooled must be given at least one of top_k, top_p, above 0, got {}"
+SLA = "rule sla must be given one of top_k, sparsity, above 0, got {}"
+RANGES = (
+    "dense must be a list of ranges [from, to] of tokens, none of them empty: numbers, below 0 "
+    "from the end on, and to may be null, got {}"
 )
 RULES = {  # the rule's second line, reason
     '"modul": "*"': "modul does not exist: did you mean module?",
@@ -612,16 +634,60 @@ RULES = {  # the rule's second line, reason
     '"length": [128, 64]': "length must not be an empty range, got [128, 64]",
     '"length": [128,\n  64]': "length must not be an empty range, got [128, 64]",
     '"stage": ""': "a stage must have a name that is a string, or be None, got ''",
-    '"keep": 0': KEEP.format("0"),
-    '"keep": 1.5': KEEP.format("1.5"),
-    '"keep": NaN': KEEP.format("NaN"),
-    '"keep": true': KEEP.format("true"),
-    '"keep": [0.3]': KEEP.format("[0.3]"),
-    '"keep": {}': KEEP.format("{}"),
-    '"keep": {"similarity": 0.3}': KEEP.format('{"similarity": 0.3}'),
-    '"keep": {"top_k": 0.3, "top_p": -0.1}': KEEP.format('{"top_k": 0.3, "top_p": -0.1}'),
-    '"keep": {"top_k": 0.3, "dense_first": 0.5}': KEEP.format('{"top_k": 0.3, "dense_first": 0.5}'),
-    '"keep": {"top_k": 0.3, "dense_last": -1}': KEEP.format('{"top_k": 0.3, "dense_last": -1}'),
+    '"keep": 0': AMOUNT.format("0"),
+    '"keep": 1.5': FRACTION.format("top_k", "1.5"),
+    '"keep": NaN': FRACTION.format("top_k", "NaN"),
+    '"keep": true': FRACTION.format("top_k", "true"),
+    '"keep": [0.3]': FRACTION.format("top_k", "[0.3]"),
+    '"keep": {}': AMOUNT.format("{}"),
+    '"keep": {"similarity": 0.3}': AMOUNT.format('{"similarity": 0.3}'),
+    '"keep": {"top_k": 0.3, "top_p": -0.1}': FRACTION.format("top_p", "-0.1"),
+    '"keep": {"top_k": 0.3, "dense_first": 0.5}': "dense_first must be a number of tokens, got 0.5",
+    '"keep": {"top_k": 0.3, "dense_last": -1}': "dense_last must be a number of tokens, got -1",
+    '"keep": {"rule": "sea"}': 'rule must be one of pooled, sla, vsa, sol, error, got "sea"',
+    '"keep": {"rule": ["sla"]}': 'rule must be one of pooled, sla, vsa, sol, error, got ["sla"]',
+    '"keep": {"rule": "sla"}': SLA.format('{"rule": "sla"}'),
+    '"keep": {"rule": "sla", "top_k": 0}': SLA.format('{"rule": "sla", "top_k": 0}'),
+    '"keep": {"rule": "sla", "top_k": 0.1, "sparsity": 0.9}':
+        SLA.format('{"rule": "sla", "top_k": 0.1, "sparsity": 0.9}'),
+    '"keep": {"rule": "sla", "top_p": 0.9}':
+        "rule sla takes top_k, sparsity, scores, dense, blocks, layout, cube, got top_p",
+    '"keep": {"top_k": 0.3, "scores": "fp32"}':
+        "rule pooled takes top_k, top_p, similarity, dense_first, dense_last, dense, blocks, layout, cube, got scores",
+    '"keep": {"rule": "sla", "sparsity": 1.5}': FRACTION.format("sparsity", "1.5"),
+    '"keep": {"rule": "sla", "top_k": 1, "scores": "bf16"}':
+        'scores must be as_trained or fp32, got "bf16"',
+    '"keep": {"top_k": 0.3, "blocks": [64, 32]}':
+        "blocks must be [queries, keys], each 64 or 128, got [64, 32]",
+    '"keep": {"top_k": 0.3, "blocks": 64}': "blocks must be [queries, keys], each 64 or 128, got 64",
+    '"keep": {"top_k": 0.3, "dense": [0, 5]}': RANGES.format("[0, 5]"),
+    '"keep": {"top_k": 0.3, "dense": [[5, 5]]}': RANGES.format("[[5, 5]]"),
+    '"keep": {"top_k": 0.3, "dense": [[null, 5]]}': RANGES.format("[[null, 5]]"),
+    '"keep": {"top_k": 0.3, "dense": [[-5, -9]]}': RANGES.format("[[-5, -9]]"),
+    '"keep": {"rule": "vsa"}': 'rule vsa must be given sparsity, got {"rule": "vsa"}',
+    '"keep": {"rule": "vsa", "top_k": 0.1}':
+        "rule vsa takes sparsity, scores, segments, mode, dense, blocks, layout, cube, got top_k",
+    '"keep": {"rule": "sol", "tau": 1, "top_k": 0.1}': "rule sol takes tau, dense, blocks, layout, cube, got top_k",
+    '"keep": {"rule": "sol", "tau": NaN}': "tau must be a number, got NaN",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "layout": [4, 6, 4]}': "rule vsa must be given a "
+        "layout of whole cubes, and of blocks of 64 tokens, as blocks are not padded, got [4, 6, 4]",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "layout": [4, 4, 4], "blocks": [128, 64]}':
+        "rule vsa must be given a layout of whole cubes, and of blocks of 128 tokens, as blocks are "
+        "not padded, got [4, 4, 4]",
+    '"keep": {"rule": "sla", "top_k": 0.1, "layout": [4, 6, 4], "dense": [[0, 9], [3, 5]]}':
+        "beside layout dense must be [0, n] and [-n, null], the tokens around the video, got "
+        "[[0, 9], [3, 5]]",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "segments": [-1]}':
+        "segments must be a list of numbers of tokens, got [-1]",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "segments": [512, 0, 400]}':
+        "segments must be multiples of 64 together, as blocks are not padded, got [512, 0, 400]",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "segments": [32, 32], "mode": "compete"}':
+        "segments must be multiples of 64, as blocks are not padded, got [32, 32]",
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "mode": "compete"}':
+        'mode compete is about segments, got {"rule": "vsa", "sparsity": 0.9, "mode": "compete"}',
+    '"keep": {"rule": "vsa", "sparsity": 0.9, "segments": [64], "dense": [[0, 9]]}':
+        "segments and dense must not both be given, got {",
+    '"keep": {"rule": "sla", "topk": 0.3}': "topk does not exist: did you mean top_k?",
     '"keep": {"topk": 0.3}': "topk does not exist: did you mean top_k?",
     '"keep": {"top_k": 0.3, "top_k": 0.4}': "top_k is given 2 times",
 }  # fmt: skip

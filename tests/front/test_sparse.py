@@ -3,6 +3,9 @@
 Shapes: B batch, H heads, N sequence, D head_dim.
 """
 
+import functools
+import json
+
 import pytest
 import support
 import torch
@@ -10,9 +13,8 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import sage_inductor
-from sage_inductor import SageRefused, config
+from sage_inductor import SageRefused, config, functional
 from sage_inductor.choose.decide import rewrite
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.options import Settings
 from sage_inductor.policy import from_python
@@ -31,15 +33,20 @@ def tokens(N, B=1, H=4, D=64):
     return torch.randn(B, H, N, D).cumsum(2) / 4
 
 
+def order_of(q, keep):
+    """By the layout of such a rule."""
+    (rule,) = from_python([{"recipe": RECIPE, "keep": keep}])
+    if (size := rule.keep.layout) is not None:
+        return torch.ops.sage.cube_order(q, size, rule.keep.cube, rule.keep.beside[0])
+
+
 def by_selected(q, k, v, keep, recipe=RECIPE):
     """What such a rule asks for, by the two ops."""
     (rule,) = from_python([{"recipe": recipe, "keep": keep}])
     scale = q.shape[3] ** -0.5
-    keep, perm = rule.keep, None
-    if keep.layout:
-        perm = torch.ops.sage.cube_order(q, keep.layout, keep.cube, keep.dense_first)
-    found = torch.ops.sage.select_blocks(q, k, scale, *keep.ranked, *BLOCK_SIZE, perm)
-    lists = BlockLists(*found, None, None, *BLOCK_SIZE)
+    keep, perm = rule.keep, order_of(q, keep)
+    found = torch.ops.sage.select_blocks(q, k, scale, *keep.arguments(perm))
+    lists = BlockLists(*found, None, None, *keep.size)
     given = {"perm": perm, **lists._asdict()}
     out, _ = support.sdpa(q, k, v, scale=scale, recipe=recipe, out_bnhd=False, **given)
     return out, lists
@@ -78,9 +85,56 @@ def test_a_call_computes_the_blocks_that_are_selected():
     assert site.reason == f"emulated; keep {KEEP} (rule 1 of the policy)"
 
 
-def test_to_keep_all_is_the_dense_call():
+SLA = {"rule": "sla", "sparsity": 0.85, "dense": [[0, 70], [-9, None]], "blocks": [64, 64]}
+TRAINED = {
+    "sla": SLA,
+    "sla, as a LoRA is served": {"rule": "sla", "sparsity": 0.85, "dense": [[0, 512]]},
+    "vsa": {"rule": "vsa", "sparsity": 0.9},
+    "vsa, exempt": {"rule": "vsa", "sparsity": 0.9, "segments": [100, 28]},
+    "vsa, compete": {"rule": "vsa", "sparsity": 0.9, "segments": [128, 64], "mode": "compete"},
+    "sol": {"rule": "sol", "tau": 1.3, "dense": [[0, 64]]},
+    "error": {"top_k": 0.2, "rule": "error"},
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_call_computes_the_blocks_that_a_trained_rule_selects(case):
+    keep = TRAINED[case]
+    q, k, v = (tokens(1100, H=H).bfloat16() for H in (4, 2, 2))
+    out, graph, (site,) = rewritten(
+        lambda q, k, v: sdpa(q, k, v, enable_gqa=True), q, k, v, keep=keep
+    )
+    expected, lists = by_selected(q, k, v, keep)
+    assert torch.equal(out, expected)
+    assert lists.kv_num_blocks.float().mean() < 0.8 * lists.kv_indices.shape[-1]
+    assert support.calls(graph).count("sage.select_blocks(") == 1
+    asked = site.decision.selection.given()
+    assert json.loads(json.dumps(asked)) == keep
+    assert site.reason == f"emulated; keep {asked} (rule 1 of the policy)"
+
+
+def test_the_graph_and_the_report_say_the_rule():
+    x = tokens(200)
+    _, graph, (site,) = rewritten(sdpa, x, x, x, keep=SLA)
+    said = '{"rule": "sla", "sparsity": 0.85, "dense": [[0, 70], [-9, null]]}'
+    assert f"0.125, 0.0, 0.0, 0.1, 0, 0, 64, 64, {said})" in support.calls(graph)
+    assert site.reason == (
+        "emulated; keep {'rule': 'sla', 'sparsity': 0.85, 'dense': ((0, 70), (-9, None)), "
+        "'blocks': (64, 64)} (rule 1 of the policy)"
+    )
+
+
+def test_blocks_of_64_queries_are_not_for_a_recipe_whose_scales_are_of_128():
+    inputs = tokens(256), tokens(256), tokens(256)
+    with torch.no_grad():
+        (site,) = sage_inductor.explain(sdpa, options=options(SLA, "sage1"))(*inputs)
+    assert not site.rewritten and "lists of 64 queries where 128 share a scale" in site.reason
+
+
+@pytest.mark.parametrize("keep", [1, {"rule": "sla", "top_k": 1}, {"rule": "sla", "sparsity": 0}])
+def test_to_keep_all_is_the_dense_call(keep):
     q, k, v = tokens(500), tokens(500), tokens(500)
-    out, graph, (site,) = rewritten(sdpa, q, k, v, keep=1)
+    out, graph, (site,) = rewritten(sdpa, q, k, v, keep=keep)
     assert torch.equal(out, support.sdpa(q, k, v, recipe=RECIPE, out_bnhd=False)[0])
     assert "select_blocks" not in support.calls(graph)
     assert site.decision.selection is None and site.reason == "emulated (rule 1 of the policy)"
@@ -120,12 +174,35 @@ def test_a_layout_selects_and_computes_in_cubes():
     assert not torch.equal(out, by_selected(q, k, v, {**KEEP, "dense_last": 6})[0])
     order, select, call = support.calls(graph).splitlines()
     assert order == "cube_order_default = sage.cube_order(l_q_, [4, 9, 12], [4, 4, 4], 70)"
-    assert select.endswith("0, 70, 6, 128, 64, cube_order_default)")
+    assert select.endswith("0, 70, 6, 128, 64, {}, cube_order_default)")
     assert call.endswith("None, None, 128, 64, cube_order_default)")
     given = {**CUBES, "layout": (4, 9, 12)}
     assert site.reason == (
         f"emulated; keep {given}; in cubes, for which its kernels copy nothing (rule 1 of the policy)"
     )
+
+
+IN_CUBES = [
+    {"rule": "sla", "sparsity": 0.85, "dense": [[0, 70], [-6, None]], "layout": [4, 9, 12]},
+    {"rule": "vsa", "sparsity": 0.7, "segments": [100, 28], "layout": [4, 8, 12]},
+    {"rule": "sol", "tau": 1.3, "layout": [4, 9, 12]},
+    {"top_k": 0.2, "rule": "error", "dense": [[-6, None]], "layout": [4, 9, 12]},
+]
+
+
+@pytest.mark.parametrize("keep", IN_CUBES, ids=lambda keep: keep["rule"])
+def test_a_trained_rule_selects_in_cubes(keep):
+    (rule,) = from_python([{"recipe": RECIPE, "keep": keep}])
+    q, k, v = (tokens(rule.keep.tokens, H=H).bfloat16() for H in (4, 2, 2))
+    out, graph, (site,) = rewritten(
+        lambda q, k, v: sdpa(q, k, v, enable_gqa=True), q, k, v, keep=keep
+    )
+    assert site.rewritten and "; in cubes, for which" in site.reason
+    assert torch.equal(out, by_selected(q, k, v, keep)[0])
+    in_rows = {name: x for name, x in keep.items() if name != "layout"}
+    assert not torch.equal(out, by_selected(q, k, v, in_rows)[0])
+    _, _, (site,) = rewritten(sdpa, *(tokens(rule.keep.tokens + 1) for _ in range(3)), keep=keep)
+    assert not site.rewritten and "with dense ones around it, got" in site.reason
 
 
 @pytest.mark.parametrize(
@@ -172,7 +249,7 @@ def test_calls_share_the_order_of_a_layout_and_no_other():
 def test_a_call_of_other_tokens_than_a_layout_has_stays(N):
     _, _, (site,) = rewritten(sdpa, *(tokens(N) for _ in range(3)), keep=CUBES)
     assert not site.rewritten and site.reason == (
-        "layout [4, 9, 12] must be of 508 tokens, with dense_first and dense_last, got "
+        "layout [4, 9, 12] must be of 508 tokens, with dense ones around it, got "
         f"{N} (rule 1 of the policy)"
     )
 
@@ -182,7 +259,7 @@ def test_a_layout_is_for_one_length():
     x = tokens(508)
     torch._dynamo.mark_dynamic(x, 2)
     _, _, (site,) = rewritten(lambda x: sdpa(x, x, x), x, keep=CUBES)
-    reason = "layout [4, 9, 12] must be of 508 tokens, with dense_first and dense_last, got s"
+    reason = "layout [4, 9, 12] must be of 508 tokens, with dense ones around it, got s"
     assert site.reason.startswith(reason)
     policy = [{"recipe": RECIPE, "keep": CUBES, "length": [508, 508]}, {"recipe": "off"}]
     given = {"sage.policy": policy, "sage.emulate": True}
@@ -218,6 +295,112 @@ def test_a_policy_with_a_layout_is_read_as_it_was_written(tmp_path):
     policy.save(tmp_path / "policy.json")
     assert sage_inductor.Policy.load(tmp_path / "policy.json") == policy
     assert policy.rules[0].keep.given() == {**keep, "layout": (21, 45, 80), "cube": (4, 8, 8)}
+
+
+@pytest.mark.parametrize("way", ["eager", "backend", "in a compiled function", "Inductor"])
+def test_an_attention_call_takes_what_a_policy_says(way):
+    q, k, v = tokens(400), tokens(400), tokens(400)
+
+    def attend(q, k, v):
+        return sage_inductor.attention(q, k, v, recipe=RECIPE, keep=SLA)
+
+    given = {"backend": "sage"} if way == "backend" else {"backend": "inductor"}
+    run = attend if way == "eager" else torch.compile(attend, fullgraph=True, **given)
+    if way == "in a compiled function":
+        run = torch.compile(sage_inductor.attention, backend="aot_eager")
+        run = functools.partial(run, recipe=RECIPE, keep=SLA)
+    with torch.no_grad(), config.patch(emulate=True):
+        out = run(q, k, v)
+        dense = sage_inductor.attention(q, k, v, recipe=RECIPE)
+    expected = by_selected(q, k, v, SLA)[0]
+    assert support.relative_l1(out, expected) < 1e-6
+    assert support.relative_l1(out, dense) > 1e-2
+    assert "keep {'rule': 'sla'" in sage_inductor.report()[0].reason
+
+
+def test_a_rule_that_fits_comes_before_the_calls_own_keep():
+    q, k, v = tokens(400), tokens(400), tokens(400)
+    with torch.no_grad(), config.patch(emulate=True, policy=[{"recipe": RECIPE, "keep": KEEP}]):
+        out = sage_inductor.attention(q, k, v, recipe="sage1", keep=SLA)
+    assert torch.equal(out, by_selected(q, k, v, KEEP)[0])
+
+
+def test_an_attention_call_refuses_what_a_policy_does():
+    x = tokens(400)
+    what = "sage_inductor.attention: beside keep, recipe must be the name of one, got 'auto'"
+    with pytest.raises(ValueError, match=what):
+        sage_inductor.attention(x, x, x, keep=0.3)
+    what = r"sage_inductor.attention: rule sla takes .*, got tau"
+    with pytest.raises(ValueError, match=what):
+        sage_inductor.attention(x, x, x, recipe=RECIPE, keep={"rule": "sla", "tau": 1})
+
+
+# -- with the branches that models are trained with --
+
+
+def of_sla(q, k, v, proj):
+    """In float64, a row of q at a time."""
+    q, k, v = (
+        q.double(),
+        *(x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)),
+    )
+    weights = torch.einsum("bhid,bhjd->bhij", q.softmax(-1), k.softmax(-1))
+    return proj((weights @ v / (1e-5 + weights.sum(-1, keepdim=True))).float()).double()
+
+
+def of_vsa(q, k, v, gate, block=64):
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    q_mean, k_mean, v_mean = (
+        torch.stack([each.double().mean(2) for each in x.split(block, 2)], 2) for x in (q, k, v)
+    )
+    out = (q_mean @ k_mean.mT * q.shape[3] ** -0.5).softmax(-1) @ v_mean
+    rows = [out[:, :, i // block] for i in range(q.shape[2])]
+    return gate.double() * torch.stack(rows, 2)
+
+
+@pytest.mark.parametrize("way", ["eager", "backend"])
+@pytest.mark.parametrize("name", ["sparse_linear_attention", "video_sparse_attention"])
+def test_the_branches_of_trained_models_are_added(name, way):
+    q, k, v = (tokens(330, H=H) for H in (4, 2, 2))
+    proj, gate = torch.nn.Linear(64, 64), torch.randn_like(q)
+    keep = SLA if name == "sparse_linear_attention" else TRAINED["vsa"]
+    branch = proj if keep is SLA else gate
+
+    def attend(q, k, v):
+        return getattr(functional, name)(q, k, v, branch, keep, recipe=RECIPE)
+
+    run = torch.compile(attend, backend="sage", fullgraph=True) if way == "backend" else attend
+    with torch.no_grad(), config.patch(emulate=True):
+        out = run(q, k, v)
+        added = of_sla(q, k, v, proj) if keep is SLA else of_vsa(q, k, v, gate)
+        expected = by_selected(q, k, v, keep)[0].double() + added
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    assert "keep {'rule'" in sage_inductor.report()[0].reason
+
+
+def test_the_coarse_branch_is_of_the_cubes_of_a_layout():
+    keep = {**IN_CUBES[1], "layout": [4, 8, 12]}
+    q, k, v = (tokens(512, H=H) for H in (4, 2, 2))
+    gate = torch.randn_like(q)
+    with torch.no_grad(), config.patch(emulate=True):
+        out = functional.video_sparse_attention(q, k, v, gate, keep, recipe=RECIPE)
+        selected, perm = by_selected(q, k, v, keep)[0].double(), order_of(q, keep)
+        added = of_vsa(*(x.index_select(2, perm) for x in (q, k, v, gate)))
+        with pytest.raises(ValueError, match="layout must be of q's 511 tokens, got 512"):
+            short = (x[:, :, 1:] for x in (q, k, v, gate))
+            functional.video_sparse_attention(*short, keep, recipe=RECIPE)
+    found = (out.double() - selected).index_select(2, perm)
+    torch.testing.assert_close(found, added, rtol=1e-4, atol=1e-4)
+
+
+def test_the_projection_of_16_bits_is_in_the_models_precision():
+    """Its weights are fp32; autocast computes it in bf16, as where it was trained."""
+    q, k, v = (tokens(330, H=H).bfloat16() for H in (2, 2, 2))
+    proj = torch.nn.Linear(64, 64)
+    with torch.no_grad(), config.patch(emulate=True):
+        out = functional.sparse_linear_attention(q, k, v, proj, SLA, recipe=RECIPE)
+        expected = by_selected(q, k, v, SLA)[0].double() + of_sla(q, k, v, proj)
+    assert out.dtype == torch.bfloat16 and support.relative_l1(out, expected) < 1e-2
 
 
 # -- calls that it is not for --
@@ -261,6 +444,15 @@ def test_a_call_that_it_is_not_for_stays_with_the_reason(case):
     _, _, (site,) = rewritten(function, *(tokens(256) for _ in range(3)), keep=0.3)
     assert not site.rewritten and site.reason == f"{reason} (rule 1 of the policy)"
     assert 'without "keep"' in site.why.cause.remedy
+
+
+def test_a_trained_rule_is_for_positive_scales():
+    _, _, (site,) = rewritten(
+        lambda q, k, v: sdpa(q, k, v, scale=-0.5), *(tokens(256) for _ in range(3)), keep=SLA
+    )
+    assert site.reason == (
+        "rule sla selects blocks where scale is above 0, got -0.5 (rule 1 of the policy)"
+    )
 
 
 def test_training_stays_with_the_reason():
@@ -307,23 +499,25 @@ class Layer(torch.nn.Module):
         return x + self.out(attend(*self.heads(x)).transpose(1, 2).flatten(2))
 
 
-def by_hand(layer, x, recipe=RECIPE):
-    return layer(x, lambda q, k, v: by_selected(q, k, v, KEEP, recipe)[0])
+def by_hand(layer, x, recipe=RECIPE, keep=KEEP):
+    return layer(x, lambda q, k, v: by_selected(q, k, v, keep, recipe)[0])
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("keep", [KEEP, *TRAINED.values()])
 @torch.no_grad()
-def test_inductor_compiles_it_once_for_every_length(generated):
+def test_inductor_compiles_it_once_for_every_length(generated, keep):
     """test_export.py has a package built and run. The whole of it, by one graph for all lengths above a block of queries, tails among them."""
     layer = Layer().eval()
     compiled = torch.compile(
-        layer, backend="sage", options=options(KEEP), fullgraph=True, dynamic=True
+        layer, backend="sage", options=options(keep), fullgraph=True, dynamic=True
     )
     for N in (300, 512, 700, 129):
         x = tokens(N, 2, 1, 128)[:, 0]
-        assert support.relative_l1(compiled(x), by_hand(layer, x)) < 1e-5
+        assert support.relative_l1(compiled(x), by_hand(layer, x, keep=keep)) < 1e-5
     (told,) = sage_inductor.report().to_dicts()
-    assert (told["recipe"], told["keep"], told["mask"]) == (RECIPE, KEEP, "none")
+    assert (told["recipe"], told["mask"]) == (RECIPE, "none")
+    assert json.loads(json.dumps(told["keep"])) == keep
 
 
 def exported(layer, N: int, is_dynamic: bool = True) -> torch.export.ExportedProgram:
@@ -366,17 +560,24 @@ def test_a_package_of_a_layout_computes_in_cubes(built, generated, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("recipe", [RECIPE, support.swept("sage2-8b-rotated")])
-def test_what_a_package_is_made_of_selects_as_the_model_does(recipe):
+@pytest.mark.parametrize(
+    "recipe, keep",
+    [
+        (RECIPE, KEEP), (RECIPE, SLA), (RECIPE, TRAINED["vsa, compete"]), (RECIPE, TRAINED["sol"]),
+        (RECIPE, TRAINED["error"]), support.swept("sage2-8b-rotated", KEEP),
+    ],
+)  # fmt: skip
+def test_what_a_package_is_made_of_selects_as_the_model_does(recipe, keep):
     """test_export.py has one built and run."""
     layer = Layer().eval()
     program = exported(layer, 129)
-    (site,) = sage_inductor.rewrite(program, options=options(KEEP, recipe))
-    assert site.decision.selection == Selection(**KEEP) and site.recipe == recipe
+    (site,) = sage_inductor.rewrite(program, options=options(keep, recipe))
+    assert json.loads(json.dumps(site.decision.selection.given())) == keep
+    assert site.recipe == recipe
     run = support.opened(program)
     for N in (300, 2, 64, 65, 129):
         x = tokens(N, 2, 1, 128)[:, 0]
-        assert support.relative_l1(run(x)[0], by_hand(layer, x, recipe)) < 1e-3, N
+        assert support.relative_l1(run(x)[0], by_hand(layer, x, recipe, keep)) < 1e-3, N
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sparse import pool as of_tokens
 from sage_inductor.ops.sparse import selector
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import CAUSAL, Visibility
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
@@ -165,9 +165,10 @@ def test_pooled_blocks_are_those_of_plain_pytorch(D, dtype):
     for N, block in ((1, 64), (64, 128), (777, 192), (2049, 256), (5000, 128)):
         x = alike_tokens(2, 3, N, D + 1, dtype=dtype)[..., 1:]  # no row is aligned
         for y in (x, x[..., : D // 8 * 8].contiguous()):
-            for shift in (None, torch.randn(2, 3, y.shape[3], device="cuda")):
-                found = of_tokens.pool_blocks(y, shift, block)
-                expected = by_cpu(of_tokens.pool_blocks)(y, shift, block)
+            shift = torch.randn(2, 3, y.shape[3], device="cuda")
+            for given in ((None, block), (shift, block), (shift.to(dtype), block, True)):
+                found = of_tokens.pool_blocks(y, *given)
+                expected = by_cpu(of_tokens.pool_blocks)(y, *given)
                 assert_close(found, expected, rtol=2e-6, atol=5e-6)
 
 
@@ -180,8 +181,9 @@ def test_the_largest_scores_are_those_of_a_sort(M):
             scores[torch.rand_like(scores) < infinite] = math.inf
             counts = torch.randint(0, M + 1, scores.shape[:3], device="cuda").int()
             counts[0, 0, :2] = torch.tensor([0, M])
-            found = of_tokens.largest(scores, counts)
-            assert torch.equal(found, by_cpu(of_tokens.largest)(scores, counts))
+            for each in (scores, scores.bfloat16(), scores.half()):
+                found = of_tokens.largest(each, counts)
+                assert torch.equal(found, by_cpu(of_tokens.largest)(each, counts))
 
 
 def which(counts, indices):
@@ -194,7 +196,7 @@ KEEP = Selection(0.3)
 
 
 def select_blocks(q, k, selection=KEEP):
-    return torch.ops.sage.select_blocks(q, k, 0.1, *selection.ranked, *BLOCK_SIZE)
+    return torch.ops.sage.select_blocks(q, k, 0.1, *selection.arguments())
 
 
 def assert_same_blocks(found, expected):

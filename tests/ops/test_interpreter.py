@@ -510,9 +510,19 @@ def test_pooled_blocks(block, dtype):
         x = between_nan(B, H, N, D, dtype=dtype)
         x[:, 0, 0] = 0  # has no direction
         shift = torch.randn(B, H, D) if shifted else None
-        found = of_tokens._launch_pool(run, None, x, shift, block)
-        for y, expected in zip(found, of_tokens.pool_blocks(x, shift, block), strict=True):
-            assert_close(y, expected, rtol=2e-6, atol=5e-6)
+        for squares in (False, True):
+            found = of_tokens._launch_pool(run, None, x, shift, block, squares)
+            by_torch = of_tokens.pool_blocks(x, shift, block, squares)
+            for y, expected in zip(found, by_torch, strict=True):
+                assert_close(y, expected, rtol=2e-6, atol=5e-6)
+
+
+def test_pooled_blocks_of_differences_that_are_rounded():
+    """The shift has the dtype of the tokens. The interpreter truncates to bf16."""
+    x, shift = between_nan(2, 2, 150, 40, dtype=torch.half), (9 * torch.randn(2, 2, 40)).half()
+    mean, _ = of_tokens._launch_pool(run, None, x, shift, 64)
+    assert_close(mean, of_tokens.pool_blocks(x, shift, 64)[0], rtol=2e-6, atol=5e-6)
+    assert (mean - of_tokens.pool_blocks(x, shift.float(), 64)[0]).abs().max() > 1e-4
 
 
 @seeds(24, always=8)
@@ -526,6 +536,7 @@ def test_the_largest_scores(seed):
     scores = torch.where(torch.rand(scores.shape) < draw.choice([0, 0.2, 0.9]), torch.inf, scores)
     counts = torch.randint(0, M + 1, scores.shape[:3]).int()
     counts[0] = draw.choice([0, M])
+    scores = scores.to(draw.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16]))
     scores = scores.mT.contiguous().mT if draw.random() < 0.3 else scores
     (found,) = of_tokens._launch_largest(run, None, scores.contiguous(), counts)
     assert torch.equal(found, of_tokens.largest(scores, counts))

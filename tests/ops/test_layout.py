@@ -27,7 +27,7 @@ from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall, attention_call, check
 from sage_inductor.ops.sparse import pool
-from sage_inductor.ops.sparse.selector import BLOCK_SIZE
+from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -120,7 +120,7 @@ def drawn(seed: int, runner: Runner, dtype: torch.dtype, longest: int, recipes=R
     perm = order_of(N, size, draw.choice(CUBES), before, runner.device)
     if draw.random() < 0.5:
         fields = 0.3, 0, 0, before, after, *BLOCK_SIZE
-        found = torch.ops.sage.select_blocks(q, k, 0.1, *fields, perm)
+        found = torch.ops.sage.select_blocks(q, k, 0.1, *fields, "{}", perm)
         return Case(q, k, v, perm, BlockLists(*found, None, None, *BLOCK_SIZE), recipe)
     blocks = draw.choice([(128, 64), (128, 128), (256, 64)])
     lists = support.block_lists(B, G * H_kv, N, N, *blocks, 0.4, device=runner.device)
@@ -180,11 +180,12 @@ def test_statistics_and_means_of_blocks_are_of_tokens_in_that_order(visible):
     permuted, shift = k.index_select(2, perm), k[:, :, 0].contiguous()
     found = launch_smooth([k, k], rows, 1, run, perm)
     assert all(map(torch.equal, found, launch_smooth([permuted] * 2, rows, 1, run)))
-    for block in (64, 128):
-        found = pool._launch_pool(run, None, k, shift, block, perm)
-        expected = pool._launch_pool(run, None, permuted, shift, block)
+    for block, squares in ((64, False), (128, False), (64, True)):
+        given = shift, block, squares
+        found = pool._launch_pool(run, None, k, *given, perm)
+        expected = pool._launch_pool(run, None, permuted, *given)
         assert all(map(torch.equal, found, expected))
-        assert not torch.equal(found[0], pool._launch_pool(run, None, k, shift, block)[0])
+        assert not torch.equal(found[0], pool._launch_pool(run, None, k, *given)[0])
 
 
 @pytest.mark.parametrize("runner", [INTERPRETER, pytest.param(GPU, marks=GPU.marks)], ids=str)
@@ -194,13 +195,58 @@ def test_blocks_are_selected_in_that_order(runner, before, after):
     N, H_kv = before + 5 * 11 * 12 + after, 2
     q, k, _ = (x.cumsum(2) for x in runner.qkv(2, 4, H_kv, N, N, 64, dtype=torch.float32))
     perm = order_of(N, (5, 11, 12), before=before, device=runner.device)
-    found = torch.ops.sage.select_blocks(q, k, 0.1, 0.3, 0.2, 0.1, before, after, 128, 64, perm)
+    found = torch.ops.sage.select_blocks(
+        q, k, 0.1, 0.3, 0.2, 0.1, before, after, 128, 64, "{}", perm
+    )
     permuted = (x.index_select(2, perm) for x in (q, k))
     dense = 0, before + after
     expected = torch.ops.sage.select_blocks(*permuted, 0.1, 0.3, 0.2, 0.1, *dense, 128, 64)
     assert all(map(torch.equal, found, expected))
     in_rows = torch.ops.sage.select_blocks(q, k, 0.1, 0.3, 0.2, 0.1, before, after, 128, 64)
     assert not torch.equal(found[1], in_rows[1])
+
+
+RULED = {
+    "pooled": Selection(0.3, 0.2, dense=((0, 70), (-9, None))),
+    "blocks": Selection(0.3, dense_first=70, dense_last=9, blocks=(64, 128)),
+    "sla": Selection(rule="sla", sparsity=0.7, dense=((0, 70), (-9, None))),
+    "vsa": Selection(rule="vsa", sparsity=0.7, dense=((0, 70), (-9, None))),
+    "sol": Selection(rule="sol", tau=0.8, dense=((0, 70), (-9, None))),
+    "error": Selection(rule="error", top_k=0.2, dense=((-9, None), (0, 70))),
+}
+
+
+@pytest.mark.parametrize("rule", RULED)
+def test_each_rule_selects_in_that_order(rule):
+    asked = RULED[rule]._replace(layout=(5, 11, 12), cube=(4, 4, 4))
+    assert asked.tokens == 70 + 5 * 11 * 12 + 9 and asked.beside == (70, 9)
+    q, k = (torch.randn(2, H, asked.tokens, 64).cumsum(2).bfloat16() for H in (4, 2))
+    perm = torch.ops.sage.cube_order(q, asked.layout, asked.cube, 70)
+    found = torch.ops.sage.select_blocks(q, k, 0.1, *asked.arguments(perm))
+    permuted = (x.index_select(2, perm) for x in (q, k))
+    last = asked._replace(dense=((-79, None),), dense_first=0, dense_last=0)
+    expected = torch.ops.sage.select_blocks(*permuted, 0.1, *last.arguments())
+    assert all(map(torch.equal, found, expected))
+    in_rows = torch.ops.sage.select_blocks(q, k, 0.1, *asked.arguments())
+    assert not torch.equal(found[1], in_rows[1])
+
+
+@pytest.mark.parametrize("mode", ["exempt", "compete"])
+def test_a_prefix_of_segments_is_behind_the_cubes(mode):
+    asked = Selection(rule="vsa", sparsity=0.7, segments=(128, 64), mode=mode, layout=(4, 8, 12))
+    q, k = (torch.randn(2, H, asked.tokens, 32) for H in (4, 2))
+    perm = torch.ops.sage.cube_order(q, asked.layout, asked.cube, 192)
+    assert perm[-192:].tolist() == list(range(192))
+
+    def kept(q, k, *order):
+        counts, indices = torch.ops.sage.select_blocks(q, k, 0.1, *asked.arguments(*order))
+        listed = torch.arange(indices.shape[3]) < counts.unsqueeze(3)
+        return torch.zeros_like(listed).scatter_(3, indices.long(), listed)
+
+    ahead = kept(*(x.index_select(2, perm.roll(192)) for x in (q, k)))
+    found = kept(q, k, perm)
+    assert torch.equal(found, ahead.roll((-3, -3), (2, 3)))
+    assert 0.3 < found.float().mean() < 0.9
 
 
 @pytest.mark.gpu
@@ -231,7 +277,7 @@ def test_a_cuda_graph_makes_the_order_and_follows_it():
         perm = torch.ops.sage.cube_order(q, [3, 25, 40], [4, 4, 4], 0)
         given = (q, k, v, perm) if ordered else (*(x[:, :, perm.long()] for x in (q, k, v)), None)
         fields = 0.3, 0, 0, 0, 0, *BLOCK_SIZE
-        found = torch.ops.sage.select_blocks(*given[:2], 0.1, *fields, given[3])
+        found = torch.ops.sage.select_blocks(*given[:2], 0.1, *fields, "{}", given[3])
         case = Case(*given, BlockLists(*found, None, None, *BLOCK_SIZE), "sage2-8b-per-token")
         return perm, *by_op(case)
 
@@ -283,5 +329,5 @@ def test_what_torch_asks_of_ops_with_an_order():
     utilities = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(torch.ops.sage.sdpa.default, args, test_utils=utilities)
     fields = 0.3, 0, 0, 0, 0, *BLOCK_SIZE
-    args = case.q, case.k, 0.1, *fields, case.perm
+    args = case.q, case.k, 0.1, *fields, "{}", case.perm
     torch.library.opcheck(torch.ops.sage.select_blocks.default, args, test_utils=utilities)

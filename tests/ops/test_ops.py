@@ -435,7 +435,8 @@ def test_the_arguments_of_saved_programs_are_what_was_declared():
                  "recipe", "warpgroups", "out_bnhd", "portable", *BlockLists._fields, "perm"],
         "prepare": ["k", "v", "attn_mask", "recipe", "portable"],
         "cube_order": ["x", "size", "cube", "before"],
-        "select_blocks": ["q", "k", "scale", *Selection._fields[:5], "block_q", "block_kv", "perm"],
+        "select_blocks": ["q", "k", "scale", *Selection._fields[:5], "block_q", "block_kv", "others",
+                          "perm"],
         "with_sink": ["out", "lse", "sink"],
     })  # fmt: skip
 

@@ -18,8 +18,8 @@ from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists
 
 
-def select(q, k, selection: Selection, scale=0.125, size=BLOCK_SIZE) -> tuple[Tensor, Tensor]:
-    return torch.ops.sage.select_blocks(q, k, scale, *selection.ranked, *size)
+def select(q, k, selection: Selection, scale=0.125) -> tuple[Tensor, Tensor]:
+    return torch.ops.sage.select_blocks(q, k, scale, *selection.arguments())
 
 
 def as_lists(found: tuple[Tensor, Tensor], size=BLOCK_SIZE) -> BlockLists:
@@ -95,9 +95,9 @@ def test_the_selected_blocks_are_those_that_loops_select(seed):
         similarity = (a + b) / 2 if b - a > 1e-5 else 0.0
     selection = Selection(
         draw.choice([0.0, 0.0, 0.1, 0.3, 0.9, 1.0]), draw.choice([0.0, 0.3, 0.7, 0.95, 1.0]),
-        similarity, draw.choice(text), draw.choice(text),
+        similarity, draw.choice(text), draw.choice(text), blocks=size,
     )  # fmt: skip
-    counts, indices = select(q, k, selection, scale, size)
+    counts, indices = select(q, k, selection, scale)
     M_q, M_kv = (-(-N // block) for block in size)
     assert counts.shape == (B, H_kv * G, M_q) and indices.shape == (B, H_kv * G, M_q, M_kv)
     assert counts.dtype == indices.dtype == torch.int32
@@ -155,7 +155,7 @@ def test_a_common_part_of_the_keys_changes_nothing():
 
 def test_what_torch_asks_of_an_op():
     q, k = torch.randn(2, 1, 2, 300, 16, requires_grad=True).unbind(0)
-    given = q, k, 0.1, *Selection(0.3, 0.5).ranked, *BLOCK_SIZE
+    given = q, k, 0.1, *Selection(0.3, 0.5).arguments()
     # Compiled by symbols it is test_sparse.py's.
     utilities = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(torch.ops.sage.select_blocks.default, given, test_utils=utilities)
