@@ -3,8 +3,8 @@
 import itertools
 import math
 import re
-from typing import Any
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Node
