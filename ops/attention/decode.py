@@ -214,8 +214,9 @@ def plan(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> tuple[int, int, int, in
 
 def reads_words(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> bool:
     """Whether hopper/decode.py computes a call: codes that lie in words of four, for at most 16
-    rows."""
+    rows. Its strides are compiled in, so packages, which do not know them, have this file's."""
     (_, H_q, N_q, D), H_kv = a.q.shape, a.k.shape[1]
+    places = [n for x in a[:3] for n in (*x.stride()[:3], x.data_ptr())]
     return (
         a.k.dtype in CODES
         and a.v.dtype in CODES
@@ -224,7 +225,7 @@ def reads_words(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> bool:
         and gpus.capability(gpu) == (9, 0)
         and H_q // H_kv * N_q <= 16
         and a.q.stride(3) == 1
-        and all(n % 4 == 0 for x in a[:3] for n in (*x.stride()[:3], x.storage_offset()))
+        and all(isinstance(n, int) and n % 4 == 0 for n in places)
         and hopper_unavailable((9, 0)) is None
     )
 

@@ -420,6 +420,43 @@ def test_e4m3_is_refused_before_sm_89():
         launch(support.run, gpus.Gpu((8, 6), 8), a)
 
 
+# -- what a mask shows ----
+
+
+@pytest.mark.parametrize("N_q", [1, 3])
+def test_a_run_is_what_each_query_sees_from_start_to_its_own_place(N_q):
+    N, cases = 40, []
+    for start, end in ((0, 40), (7, 33), (0, 2), (12, 13), (20, 20)):
+        run = run_of(torch.tensor([start]), torch.tensor([end]), N_q, N)
+        hole, more = run.clone(), torch.zeros(1, N_q, N, dtype=torch.bool)
+        hole[0, -1, (start + end) // 2] ^= True
+        more[:, :, start:end] = True  # to each query: none beyond its own place is hidden
+        cases += [run, hole, more]
+    masks = torch.cat(cases)
+    for mask, start, end, is_run in zip(masks, *seen_range(masks)):
+        keys = [[j for j in range(N) if mask[i, j]] for i in range(N_q)]
+        every = sorted({j for each in keys for j in each})
+        assert (start, end) == ((every[0], every[-1] + 1) if every else (N, 0))
+        last = [int(end) - N_q + i for i in range(N_q)]
+        assert is_run == all(
+            each == [*range(int(start), max(int(start), place + 1))]
+            for each, place in zip(keys, last)
+        )
+
+
+@in_interpreter
+def test_each_sequence_has_its_own_run():
+    """The first's mask hides a key, the second's is not read: it says what is not so."""
+    N = 150
+    mask = run_of(torch.tensor([5, 5]), torch.tensor([141, 77]), 3, N)
+    mask[0, :, 50] = False
+    a = call_of(mask=mask, is_run=torch.tensor([False, True]))
+    shown = mask.clone()
+    shown[1, :, 60] = False
+    out, _ = launch(support.run, gpus.Gpu((8, 9), 18), a._replace(mask=shown))
+    assert_close(out.double(), by_hand(a)[0], rtol=2e-3, atol=2e-3)
+
+
 # -- what its kernel for codes compiles to ----
 
 

@@ -319,6 +319,8 @@ CALLS = {
     "one pass": (noted.sdpa, dict(recipe="sage2-8b-per-token", D=80, mask="keys", warpgroups=0)),
     "decode": (noted.decode, dict(codes=torch.int8, N_q=16, left=9, rotated=True)),
     "decode, masked": (noted.decode, dict(N_q=3, masked=True)),
+    "decode, words": (noted.decode, dict(codes=torch.int8, N_q=2, masked=True, rotated=True)),
+    "decode, few words": (noted.decode, dict(codes=torch.float8_e4m3fn, D=64, left=9)),
     "append": (noted.append, dict(n=20)),
     "unsmooth": (noted.unsmooth, dict(D=80)),
     "pool": (noted.pool, dict(D=80, block=192, shifted=True)),
@@ -365,6 +367,7 @@ FACTS = {
         ("decode._decode_kernel", "decode._combine_splits_kernel"),
         {"N_q": (1, 16), "rows": (1, 2**30), "S": (1, 65535)},
     ),
+    "decode.decode_codes_kernel": {"N_q": (1, 16), "rows": (1, 16), "S": (1, 65535)},
     "cache._append_kv_kernel": {"n": (1, MAX_ROWS)},
     # Fewer than MAX_ROWS rows in all heads, 128 or more in each.
     **{f"prepare.{x}": OF_PREPARATION for x in ("_rows_kernel", "_bounds_kernel", "_turn_kernel")},

@@ -291,7 +291,7 @@ def _of_q(words, J: gl.constexpr, dtype: gl.constexpr):
 @gluon.jit
 def _scales(ctx, X, first, stride):
     """Scales [WAYS, BLOCK_N] of the tile that begins at key `first`; 0 from `stop` on."""
-    at = X + first.to(gl.int64) * stride + ctx.n * stride
+    at = X + (first + ctx.n).to(gl.int64) * stride
     return gl.load(at, mask=ctx.n < ctx.stop - first, other=0.0)
 
 
