@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.call_shape import CallShape
-from sage_inductor.ops.formats import MAX_ROWS, Prepared, rotation_scale
+from sage_inductor.ops.formats import MAX_ROWS, Prepared, Tail, rotation_scale
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.visibility import Band, BlockLists, Visibility, num_tiles
@@ -47,6 +47,11 @@ class AttentionCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
+    tail_block: int | None = None  # Visibility's; with Tail's four
+    tail_k: Tensor | None = None
+    tail_k_scale: Tensor | None = None
+    tail_v: Tensor | None = None
+    tail_bias: Tensor | None = None
 
     def with_prepared(self, p: Prepared) -> "AttentionCall":
         of_kernels = p._replace(v=self.v if p.v is None else p.v)._asdict()
@@ -57,13 +62,13 @@ class AttentionCall(NamedTuple):
     def of(
         cls, q: Tensor, prepared: Prepared, v_16bit: Tensor, visibility: Visibility, scale: float,
         n_kv: int, recipe: Recipe, out_bnhd: bool = False, of_q: tuple = (None, None),
-        visible: Tensor | None = None, warpgroups: int | None = None,
+        visible: Tensor | None = None, warpgroups: int | None = None, tail: tuple = (),
     ) -> "AttentionCall":  # fmt: skip
         p = prepared
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
             out_bnhd, *visibility[:2], *visibility.band, p.v_scale, p.v_mean, p.k_blocks,
-            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks,
+            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks, visibility.tail_block, *tail,
         )  # fmt: skip
 
     @property
@@ -81,11 +86,16 @@ class AttentionCall(NamedTuple):
         return CallShape(
             device, self.q.dtype, (B, H_q, N_q, int(D)), (B, H_kv, self.n_kv, int(D)),
             (B, H_kv, self.n_kv, self.head_dim_v), self.band, *of_mask, self.blocks.size,
+            self.tail_block is not None,
         )  # fmt: skip
 
     @property
     def blocks(self) -> BlockLists:
-        return BlockLists(*self[-len(BlockLists._fields) :])
+        return BlockLists(*self[-len(BlockLists._fields) - 5 : -5])
+
+    @property
+    def tail(self) -> Tail | None:
+        return None if self.tail_block is None else Tail(*self[-4:])
 
     @property
     def scale_of_codes(self) -> float:

@@ -28,7 +28,7 @@ from sage_inductor.ops import compat, gpus
 from sage_inductor.ops.attention.select import attention, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
-from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, Prepared
+from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, TAIL_BLOCKS, Prepared, Tail
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
@@ -74,6 +74,8 @@ class SdpaCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
+    tail_block: int | None = None  # of TAIL_BLOCKS: a mean of so many keys stands for those that no
+    # list names; None: nothing does
 
     @classmethod
     def of(
@@ -90,7 +92,7 @@ class SdpaCall(NamedTuple):
 
     @property
     def blocks(self) -> BlockLists:
-        return BlockLists(*self[-len(BlockLists._fields) :])
+        return BlockLists(*self[-len(BlockLists._fields) - 1 : -1])
 
     @property
     def band(self) -> Band:
@@ -118,6 +120,10 @@ def _sdpa(call: SdpaCall) -> tuple[Tensor, Tensor]:
     row that sees no key is 0 and its lse -inf. Keys that attn_mask or the band hides from every
     query, and keys of blocks that no list names, may hold anything, but for those of a call with
     `prepared`, and for those that the band hides in a block that a list names.
+
+    tail_block: each tail_block keys that no list names, but for those that attn_mask hides, are for
+    the query one key and one value, their means, with log(how many they are) added to its score.
+    lse is of all that. For lists without a band; attn_mask must be bool [B or 1, 1, 1, N_kv].
     Raises ValueError or TypeError saying what must hold and what was got.
     """
     check(call)
@@ -185,6 +191,8 @@ def check(call: SdpaCall) -> None:
     math.isfinite(scale) or _refuse(f"scale must be finite, got {scale}")
     if call.blocks.size is not None:
         _check_blocks(call.blocks, q)
+    if call.tail_block is not None:
+        _check_tail(call)
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)
         len(prepared) == n or _refuse(f"prepared must be empty or {n} tensors, got {len(prepared)}")
@@ -211,6 +219,18 @@ def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
         rows >= q.shape[2] or _refuse(f"block lists must be for {q.shape[2]} queries, got {rows}")
 
 
+def _check_tail(call: SdpaCall) -> None:
+    mask, size = call.attn_mask, call.tail_block
+    size in TAIL_BLOCKS or _refuse(f"tail_block must be None or of {TAIL_BLOCKS}, got {size}")
+    call.blocks.size is not None or _refuse("a tail stands for what block lists leave out: give them")
+    call.band[:2] == FULL[:2] or _refuse(f"a tail takes no band, got {call.band}: one key stands for "
+                                         "several, of which a band may hide some")  # fmt: skip
+    of_keys = mask is None or mask.dtype == torch.bool and set(mask.shape[-3:-1]) <= {1}
+    of_keys or _refuse("beside a tail attn_mask must be bool [B or 1, 1, 1, N_kv], got "
+                       f"{mask.dtype} {[*mask.shape]}: means are of keys that count for all queries")  # fmt: skip
+    call.prepared and _refuse("beside a tail prepared must be empty: it is made with k's and v's")
+
+
 def _refuse(message: str) -> None:
     raise ValueError(f"sage::sdpa: {message}")
 
@@ -226,13 +246,16 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse of the smoothed keys, and k_mean: by one op unless q is smoothed, k and v are
     prepared, or Inductor may prepare them once for all, if they are constants."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
-    q, k, v, prepared = call.q, call.k, call.v, None
-    seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
-    if call.prepared:
+    q, k, v, prepared, tail = call.q, call.k, call.v, None, ()
+    lists = call.blocks, call.tail_block
+    seen = _visibility(k, v, call.attn_mask, call.band, recipe, *lists)
+    if call.tail_block is not None:
+        prepared, tail = prepare_tail(k, v, seen, recipe)
+    elif call.prepared:
         prepared = Prepared(*call.prepared)
     elif recipe.of_qk.smooths_q or compat.folds_constants():
         prepared = prepare(k, v, seen, recipe)
-    how = call.scale, recipe, call.out_bnhd, call.warpgroups
+    how = call.scale, recipe, call.out_bnhd, call.warpgroups, tail
     found = attention(*attention_call(q, k, v, prepared, seen, *how))
     return (*found, prepared.k_mean) if prepared else tuple(found)
 
@@ -240,6 +263,7 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
 def attention_call(
     q: Tensor, k: Tensor, v: Tensor, prepared: Prepared | None, visibility: Visibility,
     scale: float, recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
+    tail: tuple = (),
 ) -> AttentionCall:  # fmt: skip
     """What the attention op takes: with q's means where q is smoothed, and v itself, in 16 bits,
     where v is not quantized. prepared None: the op prepares k and v."""
@@ -251,8 +275,9 @@ def attention_call(
     if recipe.of_pv.dtype is None and v.dtype == torch.float32:
         v = v.bfloat16()
     return AttentionCall.of(
-        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups
-    )
+        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups,
+        tail,
+    )  # fmt: skip
 
 
 def _unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> list[Tensor]:
@@ -279,17 +304,28 @@ def compose_prepare(
     return prepare(k, v, visibility, r).tensors()
 
 
-def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS) -> Visibility:
+def _visibility(
+    k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS,
+    tail_block: int | None = None,
+) -> Visibility:  # fmt: skip
     """What the tiles of queries see of the kernel that computes the call."""
     capability = None if k.device.type == "cpu" else gpus.capability(k.device)
     head_dim = max(int(k.shape[3]), int(v.shape[3]))
-    tile = select(capability, recipe, head_dim, attn_mask is not None, blocks.size)
-    return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
+    lists = blocks.size, tail_block is not None
+    tile = select(capability, recipe, head_dim, attn_mask is not None, *lists)
+    return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks, tail_block)
 
 
 def prepare(k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe) -> Prepared:
     """What kernels read of k and v."""
     return Prepared(*quantize_kv(k, v, visibility.keys(k), recipe.encode()))
+
+
+def prepare_tail(k, v, visibility: Visibility, recipe: Recipe) -> tuple[Prepared, Tail]:
+    """`prepare`, and what stands for the keys that no list names."""
+    given = visibility.keys(k), recipe.encode(), visibility.tail_block
+    found, n = quantize_kv(k, v, *given), Prepared.count(recipe.of_pv)
+    return Prepared(*found[:n]), Tail(*found[n:])
 
 
 def _sdpa_fake(call: SdpaCall) -> tuple[Tensor, Tensor]:

@@ -122,24 +122,25 @@ class Visibility(NamedTuple):
     tile_summary: Tensor | None = None  # [B or 1, H_q or 1, tiles and one more, or 1, N_kv] uint8
     band: Band = FULL
     blocks: BlockLists = NO_LISTS
+    tail_block: int | None = None  # of TAIL_BLOCKS; None: what no list names has no part
 
     @classmethod
     def of(
         cls, attn_mask: Tensor | None, band: Band, n_kv: int, block_m: int,
-        blocks: BlockLists = NO_LISTS,
+        blocks: BlockLists = NO_LISTS, tail_block: int | None = None,
     ) -> "Visibility":  # fmt: skip
         """attn_mask: two to four dimensions. block_m: rows of the kernel's tile of queries."""
-        blocks = blocks.for_kernels()
-        if attn_mask is None:
-            return cls(None, None, band, blocks)
-        attn_mask = as_4d(attn_mask)
-        return cls(attn_mask, summarize(attn_mask, n_kv, block_m), band, blocks)
+        blocks, summary = blocks.for_kernels(), None
+        if attn_mask is not None:
+            attn_mask = as_4d(attn_mask)
+            summary = summarize(attn_mask, n_kv, block_m)
+        return cls(attn_mask, summary, band, blocks, tail_block)
 
     def keys(self, k: Tensor) -> Tensor | None:
         """uint8 [B or 1, H_kv or 1, N_kv] of k [B, H_kv, N_kv, D]: keys that count for any query of
         any head of their group; None: all do."""
         code = None if self.tile_summary is None else self.tile_summary.amax(2)
-        if self.blocks.size is not None:
+        if self.blocks.size is not None and self.tail_block is None:
             named = listed_keys(self.blocks, k.shape[2])
             code = named * (COUNTS if code is None else code)
         return None if code is None else visible_keys(code, k.shape[1])

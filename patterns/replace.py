@@ -65,18 +65,20 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         if emit.index.written_after(call.node, call.node):  # the op's backward reads what it gave
             first = emit(aten.clone.default, first)
         return put(first)
-    blocks = call.blocks
-    if decision.selection is not None:
-        select, fields = torch.ops.sage.select_blocks.default, (*decision.selection, *BLOCK_SIZE)
+    blocks, tail_block, selection = call.blocks, None, decision.selection
+    if selection is not None:
+        select, fields = torch.ops.sage.select_blocks.default, (*selection[:-2], *BLOCK_SIZE)
+        tail_block = selection.tail_block if selection.tail else None
         selected = emit(select, q, k, scale, *fields)
         lists = (emit(operator.getitem, selected, i) for i in range(2))
         blocks = BlockLists(*lists, None, None, *BLOCK_SIZE)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
         scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,
-        *blocks,
+        *blocks, tail_block,
     )  # fmt: skip
-    args = tuple(args) if blocks.size else tuple(args)[: -len(blocks)]  # the defaults
+    defaults = 0 if tail_block else 1 if blocks.size else 1 + len(blocks)
+    args = tuple(args)[: len(args) - defaults]
     if is_copied:
         written = BHND if order == BHND else BNHD
         out = out.new_empty([out.shape[d] for d in written]).permute(written)

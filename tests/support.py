@@ -153,7 +153,7 @@ def arguments(q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", **given)
     values = dict(
         q=q, k=k, v=v, attn_mask=None, prepared=[], left=None, right=0 if is_causal else None,
         bottom_right=False, scale=scale, recipe=recipe, warpgroups=None, out_bnhd=True,
-        portable=False, **NO_LISTS._asdict(),
+        portable=False, **NO_LISTS._asdict(), tail_block=None,
     )  # fmt: skip
     assert given.keys() <= values.keys(), given.keys()
     return tuple((values | given)[x.name] for x in torch.ops.sage.sdpa.default._schema.arguments)

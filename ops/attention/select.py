@@ -28,14 +28,16 @@ from sage_inductor.ops.visibility import CAUSAL
 @functools.cache
 def select(
     capability: tuple[int, int] | None, recipe: Recipe, head_dim: int, masked: bool,
-    block_size: tuple[int, int] | None = None,
+    block_size: tuple[int, int] | None = None, has_tail: bool = False,
 ) -> Tile:  # fmt: skip
     """The tile of the emulation (capability None) or of the kernel that computes every such call.
-    head_dim: the wider of k's and v's. block_size: CallShape's. Raises ValueError where there is
-    none for the recipe."""
+    head_dim: the wider of k's and v's. block_size, has_tail: CallShape's. Raises ValueError where
+    there is none for the recipe."""
     tile = Tile(128, 128, 1, 1)  # of the emulation
     if block_size is not None and (reason := why_not_listed(recipe, block_size[0])):
         raise ValueError(reason)
+    if has_tail and recipe.of_qk.smooths_q:
+        raise ValueError(f"no kernel for a tail with qk={recipe.qk!r}")
     if capability is not None:
         tile = tiles.tile(capability, recipe.qk, recipe.pv, head_dim, masked)
     return tile if block_size is None else tiles.of_blocks(tile, *block_size)
@@ -55,7 +57,8 @@ def why_not_listed(recipe: Recipe, block_q: int) -> str | None:
 def tile_of(shape: CallShape, recipe: Recipe) -> Tile:
     """`select`, of a call."""
     masked = shape.mask is not None
-    return select(shape.capability, recipe, shape.head_dim, masked, shape.block_size)
+    lists = shape.block_size, shape.has_tail
+    return select(shape.capability, recipe, shape.head_dim, masked, *lists)
 
 
 def tile_of_hopper(shape: CallShape, recipe: Recipe, warpgroups: int | None = None) -> Tile | None:

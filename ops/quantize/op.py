@@ -12,6 +12,7 @@ from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
 from sage_inductor.ops.quantize.one_pass import launch_kv, overlaps
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
+from sage_inductor.ops.quantize.tail import empty_tail, launch_tail
 from sage_inductor.ops.quantize.values import empty_v, launch_v
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference import quantize as reference
@@ -24,13 +25,31 @@ def smooth(x: Tensor) -> list[Tensor]:
     return [*reference.smooth(x)]
 
 
+def _launch(
+    run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
+    recipe: str, tail_block: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    r = decode(recipe)
+    prepared = launch_prepare(run, gpu, k, v, visible, r)
+    tail = tail_block and launch_tail(k, v, prepared, visible, r, tail_block, run)
+    return [*prepared.tensors(), *(tail or ())]
+
+
 @launched_by(
-    lambda run, gpu, *given: launch_prepare(run, gpu, *given[:3], decode(given[3])).tensors(),
-    lambda k, v, _, recipe: empty_kv(k, v, recipe).tensors(),
+    _launch,
+    lambda k, v, _, recipe, tail_block=None: [
+        *empty_kv(k, v, recipe).tensors(),
+        *(empty_tail(k, v, decode(recipe), tail_block) if tail_block else ()),
+    ],
 )
-def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: str) -> list[Tensor]:
-    """`launch_prepare`: Prepared.tensors()."""
-    return reference.quantize_kv(k, v, visible, decode(recipe)).tensors()
+def quantize_kv(
+    k: Tensor, v: Tensor, visible: Tensor | None, recipe: str, tail_block: int | None = None
+) -> list[Tensor]:
+    """`launch_prepare`: Prepared.tensors(), and with a tail_block Tail's four."""
+    r = decode(recipe)
+    prepared = reference.quantize_kv(k, v, visible, r)
+    tail = tail_block and reference.quantize_tail(k, v, prepared, visible, r, tail_block)
+    return [*prepared.tensors(), *(tail or ())]
 
 
 def launch_prepare(

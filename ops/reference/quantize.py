@@ -29,6 +29,7 @@ from sage_inductor.ops.formats import (
     TINY,
     Format,
     Prepared,
+    Tail,
     pad_head_dim,
     pad_rows,
 )
@@ -181,6 +182,28 @@ def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe) ->
         return Prepared(*of_k, *quantize_v_checked(v, v_mean, v_amax, recipe, visible), v_mean)
     v_mean, v_amax = smooth(v, visible, keep=False)
     return Prepared(*of_k, *quantize_v(v, v_mean, v_amax, recipe, saturate), v_mean)
+
+
+def quantize_tail(
+    k: Tensor, v: Tensor, prepared: Prepared, visible: Tensor | None, recipe: Recipe, block: int
+) -> Tail:
+    """What stands for each `block` keys of k and v, from which `prepared` was made. Keys that are
+    not `visible` have no part in it."""
+    (B, H, N, _), T = k.shape, (k.shape[2] + block - 1) // block
+    shown = k.new_ones(1, 1, N) if visible is None else visible.to(k.dtype)
+    shown = F.pad(shown.float(), (0, T * block - N)).unflatten(2, (T, block))
+    count = shown.sum(3)
+
+    def mean(x: Tensor) -> Tensor:
+        x = F.pad(x.float(), (0, 0, 0, T * block - N)).unflatten(2, (T, block))
+        return torch.where(shown[..., None] > 0, x, 0.0).sum(3) / count[..., None].clamp(min=1)
+
+    bias = F.pad(count.log2(), (0, pad_rows(T) - T), value=-math.inf).expand(B, H, -1).contiguous()
+    of_k = quantize_k(mean(k), prepared.k_mean, recipe)
+    if recipe.of_pv.dtype is None:
+        return Tail(*of_k, pad(mean(v), rows=False).to(of_16_bits(v)), bias)
+    of_v = prepared.v_mean, prepared.v_scale * recipe.of_pv.largest, recipe
+    return Tail(*of_k, quantize_v(mean(v), *of_v)[0], bias)
 
 
 def interleave(x: Tensor) -> Tensor:

@@ -47,6 +47,8 @@ class Selection(NamedTuple):
     similarity: float = 0.1
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end
+    tail: bool = False  # means of tail_block keys stand for the blocks that are not kept
+    tail_block: int = 64  # of formats.TAIL_BLOCKS
 
     def given(self) -> float | dict:
         """As a policy says it: the fields that are not the defaults, or top_k alone."""
