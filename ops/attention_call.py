@@ -68,7 +68,8 @@ class AttentionCall(NamedTuple):
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
             out_bnhd, *visibility[:2], *visibility.band, p.v_scale, p.v_mean, p.k_blocks,
-            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks, visibility.tail_block, *tail,
+            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks,
+            visibility.tail_block, *tail,
         )  # fmt: skip
 
     @property

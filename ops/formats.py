@@ -95,8 +95,8 @@ class Prepared(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """What stands for the blocks of keys that no list names: for each TAIL_BLOCKS keys one, the mean
-    of those that count. T: N in such blocks; T_pad: its pad_rows. Contiguous."""
+    """What stands for keys that no list names: one for each TAIL_BLOCKS of them, the mean of those
+    that count. T: N in such blocks; T_pad: its pad_rows. Contiguous."""
 
     k: Tensor  # codes [B, H, T_pad, D_pad], as Prepared's of the means
     k_scale: Tensor  # [B, H, T_pad / K_BLOCK, k_groups] fp32

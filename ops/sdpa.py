@@ -222,13 +222,16 @@ def _check_blocks(blocks: BlockLists, q: Tensor) -> None:
 def _check_tail(call: SdpaCall) -> None:
     mask, size = call.attn_mask, call.tail_block
     size in TAIL_BLOCKS or _refuse(f"tail_block must be None or of {TAIL_BLOCKS}, got {size}")
-    call.blocks.size is not None or _refuse("a tail stands for what block lists leave out: give them")
-    call.band[:2] == FULL[:2] or _refuse(f"a tail takes no band, got {call.band}: one key stands for "
-                                         "several, of which a band may hide some")  # fmt: skip
-    of_keys = mask is None or mask.dtype == torch.bool and set(mask.shape[-3:-1]) <= {1}
-    of_keys or _refuse("beside a tail attn_mask must be bool [B or 1, 1, 1, N_kv], got "
-                       f"{mask.dtype} {[*mask.shape]}: means are of keys that count for all queries")  # fmt: skip
-    call.prepared and _refuse("beside a tail prepared must be empty: it is made with k's and v's")
+    call.blocks.size is not None or _refuse("tail_block needs block lists, got none")
+    call.band.kind == "full" or _refuse(
+        f"tail_block needs lists without a band, which may hide some of a mean, got {call.band}"
+    )
+    of_keys = mask is None or mask.dtype == torch.bool and all(n == 1 for n in mask.shape[-3:-1])
+    of_keys or _refuse(
+        "beside tail_block attn_mask must be bool [B or 1, 1, 1, N_kv], as keys are in a mean for "
+        f"all queries, got {mask.dtype} {[*mask.shape]}"
+    )
+    call.prepared and _refuse("beside tail_block prepared must be empty: a tail is made with it")
 
 
 def _refuse(message: str) -> None:

@@ -319,6 +319,7 @@ OPS = {"portable": OnGpu(True), "opaque": OnGpu(False)}
 def check_attention(
     kernel, recipe: str | Recipe, heads, lengths, channels, scale=0.1, band=(None, None, False),
     mask="none", lists: BlockLists = NO_LISTS, out_bnhd=True, dtype=None, stored=lambda x: x,
+    tail_block: int | None = None,
 ) -> bool:  # fmt: skip
     """out and lse of a kernel are its emulation's; keys that the mask hides from every query hold
     Inf and NaN. heads: B, H_q, H_kv; stored: in which layout q, k and v are. Whether it was the
@@ -332,7 +333,7 @@ def check_attention(
     if not on_gpu:
         q = rounded_alike(q, r.qk)
     attn_mask = mask_of(mask, B, H_q, N_q, N_kv, kernel.runner.device)
-    visibility = Visibility.of(attn_mask, band, N_kv, kernel.tile.BLOCK_M, lists)
+    visibility = Visibility.of(attn_mask, band, N_kv, kernel.tile.BLOCK_M, lists, tail_block)
     if attn_mask is not None:
         hide(k, v, visibility, H_q, math.nan if on_gpu or r.pv != "nvfp4" else math.inf)
     prepared = kernel.prepare(k, v, visibility, r)

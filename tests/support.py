@@ -28,7 +28,7 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as reference
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.sdpa import attention_call as composed
-from sage_inductor.ops.sdpa import prepare
+from sage_inductor.ops.sdpa import prepare, prepare_tail
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists, Visibility
 from sage_inductor.patterns.graph import op_name
 
@@ -194,6 +194,9 @@ def attention_call(
     device's kernels (on CPU the reference) make of k and v."""
     r = NAMED[recipe] if isinstance(recipe, str) else recipe
     visibility = visibility or Visibility()
+    if visibility.tail_block:
+        found, tail = prepare_tail(k, v, visibility, r)
+        prepared, given["tail"] = prepared or found, [x.contiguous() for x in tail]
     prepared = prepare(k, v, visibility, r) if prepared is None else Prepared(*prepared)
     return composed(q, k, v, prepared, visibility, scale, r, out_bnhd, **given)
 

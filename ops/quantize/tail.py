@@ -72,8 +72,8 @@ def _quantize_tail_kernel(
     FP8: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, GROUPS: tl.constexpr,
     K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H * num_blocks * 2,), without FP8 half of it. K_BLOCK rows of one head, of k and of
-    v in turn."""
+    """Grid: (B * H * num_blocks * 2,), without FP8 half of it. K_BLOCK rows of one head, of k and
+    of v in turn."""
     pid, T = tl.program_id(0).to(tl.int64), T2 // 2
     kinds: tl.constexpr = 2 if FP8 else 1
     blocks = tl.cdiv(T, PAD_N) * (PAD_N // K_BLOCK)

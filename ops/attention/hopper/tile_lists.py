@@ -23,7 +23,7 @@ this head; unrelated to the tile of this row.
 import triton
 import triton.language as tl
 
-from sage_inductor.ops.attention.visible_tiles import tiles_in_sight
+from sage_inductor.ops.attention.visible_tiles import how_often, tiles_in_sight
 
 BEFORE_ENTRIES = tl.constexpr(3)  # numbers of a row of List
 
@@ -123,23 +123,6 @@ def _pack_mask_kernel(
 
 
 @triton.jit
-def _how_often(
-    Counts, Indices, row, width, start, blocks, here, CHUNK: tl.constexpr, READ: tl.constexpr
-):  # fmt: skip
-    """How often the row-th list of the caller's names each of CHUNK blocks from start. An index
-    beyond the keys names none. A count beyond the list's width is the width. here: there is such a
-    row."""
-    count = tl.minimum(tl.load(Counts + row, here, 0), width)
-    found = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, count, READ):
-        n = first + tl.arange(0, READ)
-        block = tl.maximum(tl.load(Indices + row * width + n, n < count, blocks), 0)
-        inside = (start <= block) & (block < tl.minimum(start + CHUNK, blocks))
-        found += tl.histogram(tl.where(inside, block - start, 0), CHUNK, inside)
-    return found
-
-
-@triton.jit
 def _list_tiles_kernel(
     Codes,  # as above, in; if MASK
     Kv_count, Kv_index, Full_count, Full_index,  # the caller's, as ../triton.py has them
@@ -179,13 +162,13 @@ def _list_tiles_kernel(
                         if wg == 0 or BLOCK_Q % (64 * WARPGROUPS) != 0:  # else they share a list
                             listed = b * stride_kb + h * stride_kh + row // BLOCK_Q
                             of_all = tl.cdiv(blocks, PARTS)
-                            partial = _how_often(
+                            partial = how_often(
                                 Kv_count, Kv_index, listed, kv_width, start, of_all, row < N_q,
                                 CHUNK, 256,
                             )  # fmt: skip
                             full = tl.zeros([CHUNK], tl.int32)
                             if FULL:
-                                full = _how_often(
+                                full = how_often(
                                     Full_count, Full_index, listed, full_width, start, of_all,
                                     row < N_q, CHUNK, 256,
                                 )  # fmt: skip
