@@ -145,8 +145,11 @@ def prepared_call(recipe: str, **given) -> AttentionCall:
     """What the attention op takes of k and v that are prepared."""
     call = sdpa_call(recipe, **given).of_seen_keys()
     r, (q, k, v) = NAMED[recipe], call[:3]
-    seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks)
-    prepared, last = of_sdpa.prepare(k, v, seen, r), (call.out_bnhd, call.warpgroups)
+    seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks, call.tail_block)
+    prepared, tail = of_sdpa.prepare(k, v, seen, r), ()
+    if call.tail_block:
+        prepared, tail = of_sdpa.prepare_tail(k, v, seen, r)
+    last = call.out_bnhd, call.warpgroups, tail
     return of_sdpa.attention_call(q, k, v, prepared, seen, call.scale, r, *last)
 
 

@@ -25,9 +25,10 @@ from sage_inductor.ops.attention.hopper.tile_lists import (
     _rank_tiles_kernel,
 )
 from sage_inductor.ops.attention.tiles import Tile
+from sage_inductor.ops.attention.visible_tiles import launch_unlisted
 from sage_inductor.ops.attention_call import AttentionCall, broadcast_strides
 from sage_inductor.ops.compat import GluonDescriptor
-from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.formats import pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled
 
 # By warpgroups: at launch, then of a consumer. One that is alone keeps its tile's maxnreg.
@@ -86,7 +87,7 @@ def launch(
         out.shape[3], out.stride(), a.band_arguments(), a.scale_of_codes, a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
-        a.decoded.rotated, keeps_max, own is not None,
+        a.decoded.rotated, keeps_max, own is not None, a.tail_block,
     )  # fmt: skip
     part = part_ml = k_own = k_own_scale = words = codes = list_ = None
     if plan.parts:
@@ -101,9 +102,26 @@ def launch(
         list_ = lse.new_empty(plan.lists.made, dtype=torch.int32)
         plan.lists.make.by(run, codes, *lists, list_)
         plan.lists.rank.by(run, list_)
-    of_v = v, a.v_scale, a.v_mean
+    of_v, tail = (v, a.v_scale, a.v_mean), a.tail
+    of_tail = (None,) * 5
+    if tail is not None:
+        k_tail, v_tail, bias = map(_at, plan.tail, (tail.k, tail.v, tail.bias))
+        of_tail = k_tail, tail.k_scale, v_tail, bias, launch_unlisted(a, run)
     plan.attend.by(
-        run, q, k, a.k_scale, k_own, k_own_scale, *of_v, words, list_, out, lse, part, part_ml
+        run,
+        q,
+        k,
+        a.k_scale,
+        k_own,
+        k_own_scale,
+        *of_tail,
+        *of_v,
+        words,
+        list_,
+        out,
+        lse,
+        part,
+        part_ml,
     )
     if plan.combine:
         plan.combine.by(run, part, part_ml, a.v_scale, a.v_mean, out, lse)
@@ -148,6 +166,7 @@ class _Plan:
     k: GluonDescriptor  # of no tensor yet
     k_own_scale: GluonDescriptor | None
     v: GluonDescriptor
+    tail: tuple[GluonDescriptor, ...] | None  # its k, v and bias
     mask: _Mask | None
     lists: _Lists | None
     attend: _Launch
@@ -159,25 +178,39 @@ class _Plan:
 def _plan(
     device, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
     band, scale, n_kv, tile, of_mask, of_lists, rotated, keeps_max, has_own,
+    tail_block,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
     fp8, BLOCK_DV = v_dtype == torch.float8_e4m3fn, pad_head_dim(D_v)
-    k = _descriptor(torch.int8, (B * H_kv * N_pad, BLOCK_D), (BLOCK_D, 1), [tile.BLOCK_N, BLOCK_D])
-    k_own_scale = None
-    if has_own:
-        k_own_scale = _descriptor(torch.float32, (B * H_kv * N_pad,), (1,), [tile.BLOCK_N])
-    if fp8:
-        rows = B * H_kv * BLOCK_DV
-        v = _descriptor(v_dtype, (rows, N_pad), (N_pad, 1), [BLOCK_DV, tile.BLOCK_N])
-    else:
-        v = _descriptor(v_dtype, v_shape, v_stride, [1, 1, tile.BLOCK_N, BLOCK_DV])
+
+    def of_k(rows) -> GluonDescriptor:
+        shape, box = (B * H_kv * rows, BLOCK_D), [tile.BLOCK_N, BLOCK_D]
+        return _descriptor(torch.int8, shape, (BLOCK_D, 1), box)
+
+    def of_keys(rows) -> GluonDescriptor:
+        return _descriptor(torch.float32, (B * H_kv * rows,), (1,), [tile.BLOCK_N])
+
+    def of_v(rows, shape, strides) -> GluonDescriptor:
+        if not fp8:
+            return _descriptor(v_dtype, shape, strides, [1, 1, tile.BLOCK_N, BLOCK_DV])
+        shape = B * H_kv * BLOCK_DV, rows
+        return _descriptor(v_dtype, shape, (rows, 1), [BLOCK_DV, tile.BLOCK_N])
+
+    k, v, tail = of_k(N_pad), of_v(N_pad, v_shape, v_stride), None
+    k_own_scale = of_keys(N_pad) if has_own else None
+    if tail_block is not None:
+        T = triton.cdiv(n_kv, tail_block)
+        T_pad, of_head = pad_rows(T), T * BLOCK_DV
+        v_tail = of_v(T_pad, (B, H_kv, T, BLOCK_DV), (H_kv * of_head, of_head, BLOCK_DV, 1))
+        tail = of_k(T_pad), v_tail, of_keys(T_pad)
     num_m, blocks = triton.cdiv(N_q, tile.BLOCK_M), triton.cdiv(n_kv, tile.BLOCK_N)
     num_tiles, processors, group = B * H_q * num_m, gpus.processors(device), 1
     mask = None if of_mask is None else _mask(*of_mask, N_q, n_kv, tile)
     lists = None
     if mask or of_lists:
         lists = _lists(mask, of_lists, (B, H_q), N_q, n_kv, band, tile)
+    block_q = of_lists[1][4] if tail_block else 0
     shares, (left, right, _) = None, band
     if lists or left < 0 <= right:  # rows of other lengths; an even number of groups: _tile_coords
         of_kv = n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)
@@ -196,12 +229,12 @@ def _plan(
          *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
          D, D_v, scale, *band, lists is not None, mask is not None, split, rotated, fp8,
-         keeps_max, has_own,
+         keeps_max, has_own, tail_block or 0, block_q,
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
     )  # fmt: skip
     if not split:
-        return _Plan(k, k_own_scale, v, mask, lists, attend, None, None)
+        return _Plan(k, k_own_scale, v, tail, mask, lists, attend, None, None)
     rows = 2048 // BLOCK_DV
     combine = _Launch(
         _combine_kernel,
@@ -212,7 +245,9 @@ def _plan(
          tile.BLOCK_M, BLOCK_DV, rows),  # tile
     )  # fmt: skip
     slots = 2 * programs * tile.BLOCK_M
-    return _Plan(k, k_own_scale, v, None, None, attend, (slots * BLOCK_DV, slots * 2), combine)
+    return _Plan(
+        k, k_own_scale, v, None, None, None, attend, (slots * BLOCK_DV, slots * 2), combine
+    )
 
 
 def _heads_of_a_group(heads, of_one_kv, kv_bytes, most) -> int:

@@ -23,7 +23,7 @@ this head; unrelated to the tile of this row.
 import triton
 import triton.language as tl
 
-from sage_inductor.ops.attention.visible_tiles import how_often, tiles_in_sight
+from sage_inductor.ops.attention.visible_tiles import how_often, tiles_in_sight, unlisted_of
 
 BEFORE_ENTRIES = tl.constexpr(3)  # numbers of a row of List
 
@@ -49,6 +49,22 @@ def walk(b, h, row, ctx):
         )  # fmt: skip
         read_all = tl.maximum(end - begin, 0)
         return begin, 0, read_all
+
+
+@triton.jit
+def tail_blocks(b, h, row, ctx):
+    """How many blocks of the tail the tile of BLOCK_M rows from `row` reads: all, or none where the
+    lists of its queries name every block."""
+    found = 0
+    for first in tl.static_range(0, ctx.BLOCK_M, 64):
+        if first % ctx.BLOCK_Q == 0 or ctx.BLOCK_Q % ctx.BLOCK_M != 0:
+            words, count = unlisted_of(
+                ctx.Unlisted, (b * ctx.H_q + h).to(tl.int64), row + first, ctx.N_q, ctx.N_kv,
+                ctx.BLOCK_Q, ctx.TAIL_BLOCK,
+            )  # fmt: skip
+            found += tl.load(words + count)
+    of_all = tl.cdiv(tl.cdiv(ctx.N_kv, ctx.TAIL_BLOCK), ctx.BLOCK_N)
+    return tl.where(found > 0, of_all, 0)
 
 
 @triton.jit
