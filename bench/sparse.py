@@ -49,7 +49,9 @@ ENOUGH = 64  # images: of fewer a Frechet distance says nothing (of 4, samples "
 
 def selected(q: Tensor, k: Tensor, top_k: float, density: float, similarity=0.1) -> BlockLists:
     selection = Selection(top_k, similarity=similarity)
-    found = torch.ops.sage.select_blocks(q, k, q.shape[3] ** -0.5, *selection, *BLOCK_SIZE)
+    found = torch.ops.sage.select_blocks(
+        q, k, q.shape[3] ** -0.5, *selection.arguments, *BLOCK_SIZE
+    )
     return BlockLists(*found, None, None, *BLOCK_SIZE)
 
 

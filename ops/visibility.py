@@ -140,8 +140,10 @@ class Visibility(NamedTuple):
         """uint8 [B or 1, H_kv or 1, N_kv] of k [B, H_kv, N_kv, D]: keys that count for any query of
         any head of their group; None: all do."""
         code = None if self.tile_summary is None else self.tile_summary.amax(2)
-        if self.blocks.size is not None and self.tail_block is None:
-            named = listed_keys(self.blocks, k.shape[2])
+        if self.blocks.size is not None:
+            named = k.new_ones((1, 1, k.shape[2]), dtype=torch.uint8)  # by the tail, too
+            if self.tail_block is None:
+                named = listed_keys(self.blocks, k.shape[2])
             code = named * (COUNTS if code is None else code)
         return None if code is None else visible_keys(code, k.shape[1])
 

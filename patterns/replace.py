@@ -67,7 +67,7 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         return put(first)
     blocks, tail_block, selection = call.blocks, None, decision.selection
     if selection is not None:
-        select, fields = torch.ops.sage.select_blocks.default, (*selection[:-2], *BLOCK_SIZE)
+        select, fields = torch.ops.sage.select_blocks.default, (*selection.arguments, *BLOCK_SIZE)
         tail_block = selection.tail_block if selection.tail else None
         selected = emit(select, q, k, scale, *fields)
         lists = (emit(operator.getitem, selected, i) for i in range(2))

@@ -35,7 +35,7 @@ import torch
 from sage_inductor import names, stages
 from sage_inductor.names import RecipeOption, TrainingOption, is_integer
 from sage_inductor.ops import compat
-from sage_inductor.ops.formats import HEAD_DIMS
+from sage_inductor.ops.formats import HEAD_DIMS, TAIL_BLOCKS
 from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sparse.selector import Selection
@@ -389,9 +389,14 @@ def _keep(value) -> Selection:
     _check_keys(fields, Selection._fields, ())
     keep = Selection(**fields)
     valid = all(is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1 for x in keep[:3])
-    valid = valid and keep[:2] != (0, 0) and all(is_integer(x, 0) for x in keep[3:])
-    what = f"keep must be a fraction above 0, or {{...}} of {', '.join(Selection._fields)}: three "
+    valid = valid and keep[:2] != (0, 0) and all(is_integer(x, 0) for x in keep[3:5])
+    names_of = ", ".join(Selection._fields[:5])
+    what = f"keep must be a fraction above 0, or {{...}} of {names_of}: three "
     _must(valid, what + "fractions, the first two not both 0, and two numbers of tokens", value)
+    _must(isinstance(keep.tail, bool), "keep: tail must be true or false", value)
+    of_tail = is_integer(keep.tail_block, 0) and keep.tail_block in TAIL_BLOCKS
+    of_tail = of_tail and (keep.tail or "tail_block" not in fields)
+    _must(of_tail, f"keep: tail_block must be of {TAIL_BLOCKS}, beside a tail that is true", value)
     return keep
 
 

@@ -50,6 +50,11 @@ class Selection(NamedTuple):
     tail: bool = False  # means of tail_block keys stand for the blocks that are not kept
     tail_block: int = 64  # of formats.TAIL_BLOCKS
 
+    @property
+    def arguments(self) -> tuple:
+        """Those of ``sage::select_blocks``."""
+        return self[:5]
+
     def given(self) -> float | dict:
         """As a policy says it: the fields that are not the defaults, or top_k alone."""
         fields = {name: x for name, x in self._asdict().items() if x != self._field_defaults[name]}

@@ -263,7 +263,7 @@ def exactly(x: Features, given: Inputs, lists: BlockLists) -> list[tuple[Tensor,
         blocks = lists
         if x.keep:
             kept = torch.ops.sage.select_blocks(
-                each, k, scale, *Selection(top_k=x.keep), *BLOCK_SIZE
+                each, k, scale, *Selection(top_k=x.keep).arguments, *BLOCK_SIZE
             )
             blocks = BlockLists(*kept, None, None, *BLOCK_SIZE)
         found.append(attention_exact(each, k, v, scale, mask, *band, blocks))

@@ -155,8 +155,9 @@ def test_the_first_rule_that_fits_decides_and_the_recipe_where_none_does(
 
 
 fraction, tokens = st.sampled_from([0, 0.0, 0.05, 0.1, 0.3, 1, 1.0]), st.integers(0, 300)
-selections = st.builds(Selection, fraction, fraction, fraction, tokens, tokens).filter(
-    lambda keep: keep.top_k or keep.top_p
+tails = dict(tail=st.booleans(), tail_block=st.sampled_from([32, 64]))
+selections = st.builds(Selection, fraction, fraction, fraction, tokens, tokens, **tails).filter(
+    lambda keep: (keep.top_k or keep.top_p) and (keep.tail or keep.tail_block == 64)
 )
 keeping = st.builds(
     Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 2, 3), keep=st.none() | selections

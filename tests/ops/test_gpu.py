@@ -194,7 +194,7 @@ KEEP = Selection(0.3)
 
 
 def select_blocks(q, k, selection=KEEP):
-    return torch.ops.sage.select_blocks(q, k, 0.1, *selection, *BLOCK_SIZE)
+    return torch.ops.sage.select_blocks(q, k, 0.1, *selection.arguments, *BLOCK_SIZE)
 
 
 def assert_same_blocks(found, expected):

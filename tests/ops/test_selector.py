@@ -19,7 +19,7 @@ from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists
 
 
 def select(q, k, selection: Selection, scale=0.125, size=BLOCK_SIZE) -> tuple[Tensor, Tensor]:
-    return torch.ops.sage.select_blocks(q, k, scale, *selection, *size)
+    return torch.ops.sage.select_blocks(q, k, scale, *selection.arguments, *size)
 
 
 def as_lists(found: tuple[Tensor, Tensor], size=BLOCK_SIZE) -> BlockLists:
@@ -155,7 +155,7 @@ def test_a_common_part_of_the_keys_changes_nothing():
 
 def test_what_torch_asks_of_an_op():
     q, k = torch.randn(2, 1, 2, 300, 16, requires_grad=True).unbind(0)
-    given = q, k, 0.1, *Selection(0.3, 0.5), *BLOCK_SIZE
+    given = q, k, 0.1, *Selection(0.3, 0.5).arguments, *BLOCK_SIZE
     # Compiled by symbols it is test_sparse.py's.
     utilities = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(torch.ops.sage.select_blocks.default, given, test_utils=utilities)
