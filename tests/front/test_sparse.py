@@ -35,10 +35,11 @@ def by_selected(q, k, v, keep, recipe=RECIPE):
     """What such a rule asks for, by the two ops."""
     (rule,) = from_python([{"recipe": recipe, "keep": keep}])
     scale = q.shape[3] ** -0.5
-    found = torch.ops.sage.select_blocks(q, k, scale, *rule.keep, *BLOCK_SIZE)
+    found = torch.ops.sage.select_blocks(q, k, scale, *rule.keep.arguments, *BLOCK_SIZE)
     lists = BlockLists(*found, None, None, *BLOCK_SIZE)
-    out, _ = support.sdpa(q, k, v, scale=scale, recipe=recipe, out_bnhd=False, **lists._asdict())
-    return out, lists
+    given = dict(scale=scale, recipe=recipe, out_bnhd=False, **lists._asdict())
+    tail_block = rule.keep.tail_block if rule.keep.tail else None
+    return support.sdpa(q, k, v, tail_block=tail_block, **given)[0], lists
 
 
 def rewritten(function, *inputs, keep, **given):
@@ -72,6 +73,36 @@ def test_a_call_computes_the_blocks_that_are_selected():
         "select_blocks_default[1], None, None, 128, 64)",
     ]
     assert site.reason == f"emulated; keep {KEEP} (rule 1 of the policy)"
+
+
+@pytest.mark.parametrize("tail_block", [32, 64])
+def test_the_blocks_that_are_not_selected_may_have_a_tail(tail_block):
+    """Which brings the result nearer to attention. The report says so."""
+    q, k, v = tokens(700), tokens(700, H=2), tokens(700, H=2)
+    keep = KEEP | {"tail": True} | ({"tail_block": 32} if tail_block == 32 else {})
+    out, graph, (site,) = rewritten(
+        lambda q, k, v: sdpa(q, k, v, enable_gqa=True), q, k, v, keep=keep
+    )
+    assert torch.equal(out, by_selected(q, k, v, keep)[0])
+    assert support.calls(graph).endswith(f"None, None, 128, 64, {tail_block})")
+    assert site.reason == f"emulated; keep {keep} (rule 1 of the policy)"
+    exact = sdpa(q, k, v, enable_gqa=True)
+    dropped = by_selected(q, k, v, KEEP)[0]
+    assert support.relative_l2(out, exact) < 0.9 * support.relative_l2(dropped, exact)
+
+
+def test_a_recipe_without_a_tail_stays_and_says_why():
+    keep, x = KEEP | {"tail": True}, tokens(300)
+    policy = from_python([{"recipe": "sage2-4b", "keep": keep}])
+    sites = []
+    support.run_seen(
+        sdpa,
+        x,
+        x,
+        x,
+        see=lambda gm: sites.extend(rewrite(gm, Settings(emulate=True, policy=policy))),
+    )
+    assert "no kernel for a tail with qk='int4'" in sites[0].reason and sites[0].recipe is None
 
 
 def test_to_keep_all_is_the_dense_call():
@@ -189,8 +220,8 @@ class Layer(torch.nn.Module):
         return x + self.out(attend(*self.heads(x)).transpose(1, 2).flatten(2))
 
 
-def by_hand(layer, x, recipe=RECIPE):
-    return layer(x, lambda q, k, v: by_selected(q, k, v, KEEP, recipe)[0])
+def by_hand(layer, x, recipe=RECIPE, keep=KEEP):
+    return layer(x, lambda q, k, v: by_selected(q, k, v, keep, recipe)[0])
 
 
 @pytest.mark.sweep
@@ -227,17 +258,20 @@ def test_a_package_is_not_made_by_an_example_of_one_block(given):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("recipe", [RECIPE, support.swept("sage2-8b-rotated")])
-def test_what_a_package_is_made_of_selects_as_the_model_does(recipe):
+@pytest.mark.parametrize(
+    "recipe, tail",
+    [(RECIPE, {}), (RECIPE, {"tail": True}), support.swept("sage2-8b-rotated", {"tail": True})],
+)
+def test_what_a_package_is_made_of_selects_as_the_model_does(recipe, tail):
     """test_export.py has one built and run."""
-    layer = Layer().eval()
+    layer, keep = Layer().eval(), KEEP | tail
     program = exported(layer, 129)
-    (site,) = sage_inductor.rewrite(program, options=options(KEEP, recipe))
-    assert site.decision.selection == Selection(**KEEP) and site.recipe == recipe
+    (site,) = sage_inductor.rewrite(program, options=options(keep, recipe))
+    assert site.decision.selection == Selection(**keep) and site.recipe == recipe
     run = support.opened(program)
     for N in (300, 2, 64, 65, 129):
         x = tokens(N, 2, 1, 128)[:, 0]
-        assert support.relative_l1(run(x)[0], by_hand(layer, x, recipe)) < 1e-3, N
+        assert support.relative_l1(run(x)[0], by_hand(layer, x, recipe, keep)) < 1e-3, N
 
 
 @pytest.mark.gpu

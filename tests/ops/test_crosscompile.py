@@ -239,6 +239,28 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, ki
 
 
 @picked(
+    ("fp8", 128, (128, 64), 64), ("16bit", 128, (128, 64), 64), ("fp8", 128, (64, 64), 32),
+    where=lambda pv, head_dim, blocks, tail_block: (
+        tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks) is not None
+    ),
+    pv=["fp8", "16bit"], head_dim=[64, 128, 256], blocks=[(192, 128), (128, 64), (64, 64)],
+    tail_block=[32, 64],
+)  # fmt: skip
+def test_a_tail_leaves_the_loops_by_lists_as_they_are(pv, head_dim, blocks, tail_block):
+    """It has a loop of its own, and all of them are in registers: at most 8 are spilled."""
+    tile = tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks)
+    plain, tailed = (
+        loops_over_keys(hopper_of(tile, pv, D=head_dim, size=blocks, **given).asm["cubin"])
+        for given in ({}, {"tail_block": tail_block})
+    )
+    assert len(plain) == 2 * tile.warpgroups and len(tailed) == 3 * tile.warpgroups
+    listed = [loop for n, loop in enumerate(tailed) if n % 3 < 2]
+    for before, after in zip(plain, listed, strict=True):
+        assert abs(len(after) - len(before)) <= 12
+    assert all(spilled(loop) <= 8 for loop in tailed), [*map(spilled, tailed)]
+
+
+@picked(
     tritons=[("fp8", 64, 1)],
     where=lambda pv, head_dim, warpgroups: (pv, head_dim, False, warpgroups) in TILES_OF_HOPPER,
     pv=["fp8", "16bit"], head_dim=[64, 128, 256], warpgroups=[1, 2, 3],

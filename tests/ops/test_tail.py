@@ -93,7 +93,8 @@ def test_the_tail_is_one_key_for_each_block_that_no_list_names(seed):
         assert torch.equal(lse == -math.inf, empty) and (out[empty] == 0).all()
         if empty.all():
             continue
-        assert_close(lse[~empty].double(), expected_lse[~empty], rtol=0, atol=0.6 * abs(scale))
+        assert_close(lse[~empty].double(), expected_lse[~empty], rtol=0, atol=abs(scale))
+        assert (lse[~empty] - expected_lse[~empty]).abs().mean() < 0.2 * abs(scale)
         found, expected = (x[~empty].double() - 3 for x in (out, expected))
         assert relative_l2(found, expected) < 0.06
 

@@ -760,7 +760,7 @@ def _consumer(wg: gl.constexpr, ctx):
         )
         if ctx.TAIL_BLOCK:
             words, _ = unlisted_of(
-                ctx.Unlisted, (b * ctx.H_q + h).to(gl.int64), row0, ctx.N_q, ctx.N_kv, ctx.BLOCK_Q,
+                ctx.Unlisted, b.to(gl.int64) * ctx.H_q + h, row0, ctx.N_q, ctx.N_kv, ctx.BLOCK_Q,
                 ctx.TAIL_BLOCK,
             )  # fmt: skip
             scale_row = head_kv * (_padded_tail(ctx) // 64)

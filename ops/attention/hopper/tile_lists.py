@@ -59,7 +59,7 @@ def tail_blocks(b, h, row, ctx):
     for first in tl.static_range(0, ctx.BLOCK_M, 64):
         if first % ctx.BLOCK_Q == 0 or ctx.BLOCK_Q % ctx.BLOCK_M != 0:
             words, count = unlisted_of(
-                ctx.Unlisted, (b * ctx.H_q + h).to(tl.int64), row + first, ctx.N_q, ctx.N_kv,
+                ctx.Unlisted, b.to(tl.int64) * ctx.H_q + h, row + first, ctx.N_q, ctx.N_kv,
                 ctx.BLOCK_Q, ctx.TAIL_BLOCK,
             )  # fmt: skip
             found += tl.load(words + count)
