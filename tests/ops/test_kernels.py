@@ -454,6 +454,16 @@ def test_attention_by_block_lists_with_a_tail(runner, case):
 
 
 @in_interpreter
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage1-per-token"])
+def test_a_tail_of_several_tiles(recipe, tma):
+    check_lists(
+        recipe, 64, 64, 0.3, True, "neither", (1, 2, 1), (64, 64), 1, -20, 37, -9, mask="left padding",
+        tail_block=32, tile=(64, 64), tma=tma,
+    )  # fmt: skip
+
+
+@in_interpreter
 @pytest.mark.parametrize("full", [False, True])
 def test_what_the_last_listed_block_lacks_does_not_count(full):
     """Without a band, which would hide it: a 64th key of score 0 in each row. p in 16 bits shows it."""

@@ -84,7 +84,7 @@ def test_the_tail_is_one_key_for_each_block_that_no_list_names(seed):
             mask = torch.rand(draw.choice([1, 2]), 1, 1, N_kv) > 0.3
             mask[..., : draw.choice([0, 64, 130])] = False
             hidden = ~mask.expand(2, k.shape[1], 1, N_kv)[:, :, 0]
-            k[hidden], v[hidden] = math.inf, math.nan
+            k[hidden], v[hidden] = draw.choice([(math.inf, math.nan), (30.0, -9.0)])
         scale = draw.choice([0.01, 0.1, -0.05])
         given = lists._asdict() | dict(attn_mask=mask, tail_block=tail_block, scale=scale)
         out, lse = sdpa(q, k, v, recipe=recipe, **given)
