@@ -2,6 +2,7 @@
 
 $ python bench/lists.py          # on a GPU about two minutes
 $ python bench/lists.py --json   # and bench/results/GPU/DATE-lists.json
+$ python bench/lists.py --tail --json   # blocks that no list names have a tail; DATE-tail.json
 
 Every block of keys is named with the same probability, by every block of queries of every head on
 its own, and the one on the diagonal always. Without a probability: blocks of 64 tokens of a video,
@@ -14,15 +15,21 @@ those near in time, height and width, and 5 % of the others, as NABLA names them
     density  the share of blocks that the lists name
     per work dense's ms * density / lists' ms: 1, if time went with what is computed
 
+    tail N   lists, and a key for each N keys that no list names: SdpaCall.tail_block
+    prepared, prepared N   k and v; and what the tail N reads
+    SDPA     of all keys, by cuDNN where torch prefers it
+
 But for "op", k and v are quantized beforehand. Shapes: B = 1, H heads, N tokens, head_dim D.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -31,8 +38,10 @@ from bench.measure import WRONG, Provider, Runner, interleave, relative_l1, summ
 from bench.providers import by_tile
 from bench.tables import markdown, show
 from sage_inductor.ops.attention.select import attention, hopper_tile
+from sage_inductor.ops.attention_call import AttentionCall
+from sage_inductor.ops.formats import TAIL_BLOCKS
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import attention_call, prepare
+from sage_inductor.ops.sdpa import attention_call, prepare, prepare_tail
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 H = 24
@@ -64,8 +73,17 @@ SETUPS = [
 RECIPE = "sage2-8b-per-token"
 
 
+# As sage::select_blocks makes them.
+OF_TAIL = [
+    Setup(N, 128, 64, density, False)
+    for N, density in itertools.product((32768, 75600), (0.5, 0.3, 0.1))
+]
+
+
 def main(argv=None) -> int:
-    args = harness.parser(__doc__, rounds=4, target_ms=60.0).parse_args(argv)
+    parser = harness.parser(__doc__, rounds=4, target_ms=60.0)
+    parser.add_argument("--tail", action="store_true", help="what a tail costs")
+    args = parser.parse_args(argv)
     device = harness.gpu(args)
     torch.manual_seed(0)
     method = (
@@ -73,10 +91,12 @@ def main(argv=None) -> int:
         f"{args.target_ms:g} ms of CUDA graphs, in turns; time by work: the dense kernel's on the "
         "same tile * the listed share / the kernel's by lists"
     )
-    result = harness.Result("lists", method, args)
-    for setup in SETUPS:
-        result.add([measure(setup, device, args.rounds, args.target_ms)])
-        show(table(result["rows"][-1:]))
+    plan = ("tail", OF_TAIL, measure_tail) if args.tail else ("lists", SETUPS, measure)
+    name, setups, measure_one = plan
+    result = harness.Result(name, method, args)
+    for setup in setups:
+        result.add([measure_one(setup, device, args.rounds, args.target_ms)])
+        show((table_of_tails if args.tail else table)(result["rows"][-1:]))
         torch.cuda.empty_cache()
     return result.end()
 
@@ -94,6 +114,24 @@ def table(rows: list[dict]) -> str:
             str(row["N"]), str(row["D"]), f"{row['block_q']} x {row['block_kv']}",
             f"{row['density']:.0%}", f"{ms['lists']:.3f}", f"{ms['op']:.3f}", *flex,
             *(f"{x:.{n}f}" if x else "" for x, n in ((ms.get("dense"), 3), (row["per_work"], 2))),
+        ])  # fmt: skip
+    return markdown(lines)
+
+
+def table_of_tails(rows: list[dict]) -> str:
+    lines = [
+        ["N", "listed", "SDPA, ms", "dense kernel", "listed", *(f"tail {n}" for n in TAIL_BLOCKS),
+         *(f"tail {n} / dense" for n in TAIL_BLOCKS), "preparation",
+         *(f"with tail {n}" for n in TAIL_BLOCKS)],
+    ]  # fmt: skip
+    for row in rows:
+        ms = {name: each["ms"] for name, each in row["times"].items()}
+        tails = [ms[f"tail {n}"] for n in TAIL_BLOCKS]
+        lines.append([
+            str(row["N"]), f"{row['density']:.0%}",
+            *(f"{x:.3f}" for x in (ms["SDPA"], ms["dense"], ms["lists"], *tails)),
+            *(f"{(x - ms['lists']) / ms['dense']:.2%}" for x in tails),
+            *(f"{ms[x]:.3f}" for x in ("prepared", *(f"prepared {n}" for n in TAIL_BLOCKS))),
         ])  # fmt: skip
     return markdown(lines)
 
@@ -166,6 +204,51 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     return row
 
 
+def measure_tail(setup: Setup, device, rounds: int, target_ms: float) -> dict:
+    q, k, v = (
+        torch.randn(1, H, setup.N, setup.D, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
+    blocks = named(setup, device)
+    lists, recipe = lists_of(blocks, setup.block_q, setup.block_kv), NAMED[RECIPE]
+    seen = Visibility(blocks=lists)
+
+    def prepared(tail_block: int | None, q, k, v) -> AttentionCall:
+        of = seen._replace(tail_block=tail_block)
+        made = prepare_tail(k, v, of, recipe) if tail_block else (prepare(k, v, of, recipe), ())
+        return attention_call(q, k, v, made[0], of, setup.D**-0.5, recipe, tail=made[1])
+
+    def of_calls(name: str, tail_block: int | None) -> dict[str, Provider]:
+        suffix = f" {tail_block}" if tail_block else ""
+        make = functools.partial(prepared, tail_block)
+        return {
+            name: Provider(name, lambda *a: attention(*a)[0], make),
+            f"prepared{suffix}": Provider("prepared", lambda *of: make(*of).k),
+        }
+
+    a = prepared(None, q, k, v)
+    dense = a._replace(**dict.fromkeys(BlockLists._fields))
+    providers = of_calls("lists", None)
+    for n in TAIL_BLOCKS:
+        providers |= of_calls(f"tail {n}", n)
+    providers["dense"] = Provider("dense", by_tile(hopper_tile(a)), lambda *_: dense)
+    providers["SDPA"] = Provider("SDPA", F.scaled_dot_product_attention)
+    runners = {name: Runner(each, [(q, k, v)]) for name, each in providers.items()}
+    rel_l1 = {}
+    for name, n in {"lists": None, **{f"tail {n}": n for n in TAIL_BLOCKS}}.items():
+        rel_l1[name] = error(runners[name].output(), q, k, v, blocks, setup[1:3], n)
+    if not max(rel_l1.values()) < WRONG:
+        sys.exit(f"wrong at {setup}: relative L1 {rel_l1}")
+    times = interleave(runners, rounds, target_ms)
+    return {
+        "plan": "tail",
+        **setup._asdict(),
+        "density": blocks.float().mean().item(),
+        "rel_l1": rel_l1,
+        "tile": str(hopper_tile(a)),
+        "times": {name: summary(each) for name, each in times.items()},
+    }
+
+
 def by_op(visibility: Visibility) -> Callable:
     recipe = NAMED[RECIPE]
 
@@ -189,13 +272,24 @@ def by_flex(lists: BlockLists, n: int) -> Callable:
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, kernel_options=tile)
 
 
-def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size) -> float:
+def error(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size,
+    tail_block: int | None = None,
+) -> float:  # fmt: skip
     """Relative L1 of out's last head at 256 rows, against float64."""
     rows = torch.randint(q.shape[2], (256,), device=q.device)
-    s = q[0, -1, rows].double() @ k[0, -1].double().mT * q.shape[3] ** -0.5
-    seen = blocks[0, -1, rows // size[0]].repeat_interleave(size[1], 1)[:, : s.shape[1]]
-    exact = s.masked_fill(~seen, float("-inf")).softmax(-1) @ v[0, -1].double()
-    return relative_l1(out[0, -1, rows], exact)
+    k, v = k[0, -1].double(), v[0, -1].double()
+    seen = blocks[0, -1, rows // size[0]].repeat_interleave(size[1], 1)[:, : k.shape[0]]
+    added = torch.where(seen, 0.0, float("-inf")).double()
+    if tail_block:
+        parts = [x.split(tail_block) for x in (k, v)]
+        k, v = (torch.cat([x, torch.stack([y.mean(0) for y in of])])
+                for x, of in zip((k, v), parts, strict=True))  # fmt: skip
+        count = torch.tensor([len(x) for x in parts[0]], device=q.device)
+        of_tail = torch.where(seen[:, ::tail_block], float("-inf"), count.double().log())
+        added = torch.cat([added, of_tail], 1)
+    s = q[0, -1, rows].double() @ k.mT * q.shape[3] ** -0.5 + added
+    return relative_l1(out[0, -1, rows], s.softmax(-1) @ v)
 
 
 if __name__ == "__main__":

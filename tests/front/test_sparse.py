@@ -276,16 +276,17 @@ def test_what_a_package_is_made_of_selects_as_the_model_does(recipe, tail):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("tail", [{}, {"tail": True}], ids=["dropped", "tail"])
 @torch.no_grad()
-def test_a_gpu_selects_and_computes_what_its_ops_do_one_by_one(mode):
+def test_a_gpu_selects_and_computes_what_its_ops_do_one_by_one(mode, tail):
     """With new data in one CUDA graph."""
-    layer = Layer(512, 128).cuda().bfloat16().eval()
-    given = options(KEEP, **{"sage.emulate": False, "sage.force": True, "sage.mode": mode})
+    layer, keep = Layer(512, 128).cuda().bfloat16().eval(), KEEP | tail
+    given = options(keep, **{"sage.emulate": False, "sage.force": True, "sage.mode": mode})
     compiled = torch.compile(layer, backend="sage", options=given, fullgraph=True)
     for _ in range(4):
         x = tokens(3000, 2, 1, 512)[:, 0].cuda().bfloat16()
         out = compiled(x).clone()
-        expected, dense = by_hand(layer, x), layer(x)
+        expected, dense = by_hand(layer, x, keep=keep), layer(x)
         assert support.relative_l1(out, expected) < 0.2 * support.relative_l1(out, dense)
     assert sage_inductor.report()[0].recipe == RECIPE
 

@@ -453,6 +453,19 @@ def test_attention_by_block_lists_with_a_tail(runner, case):
     check_lists(**case)
 
 
+@on(
+    gpu=pairs(
+        most=300, recipe=["sage2-8b-per-token", "sage1-per-token", "sage2-8b-rotated"],
+        **{x: y for x, y in LARGE_LISTS.items() if x != "band"} | OF_TAIL | dict(blocks_kv=[0, 1, 3, 40]),
+    )
+)  # fmt: skip
+@on_hopper
+def test_hopper_kernel_by_block_lists_with_a_tail(runner, case, monkeypatch):
+    """Of up to 10,000 keys: three tiles of the tail and more."""
+    monkeypatch.setattr(tiles, "LISTED_KEYS", 0)
+    assert check_lists(op="opaque", **case)
+
+
 @in_interpreter
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("recipe", ["sage2-8b", "sage1-per-token"])
