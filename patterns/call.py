@@ -56,17 +56,14 @@ class Call:
         of_mask = (None, None) if mask is None else (tuple(mask.shape), mask.dtype)
         shapes = (tuple(x.shape) for x in (q, k, v))
         is_flex = self.spelling == "flex_attention"
-        of_call = self.band, *of_mask, self.block_size, self.has_tail, is_flex
+        has_tail = self.selection is not None and self.selection.tail
+        of_call = self.band, *of_mask, self.block_size, has_tail, is_flex
         return CallShape(q.device, self.out.dtype, *shapes, *of_call)
 
     @property
     def block_size(self) -> tuple[int, int] | None:
         """Queries and keys of a block, where lists say which blocks are computed."""
         return self.blocks.size if self.selection is None else BLOCK_SIZE
-
-    @property
-    def has_tail(self) -> bool:
-        return self.selection is not None and self.selection.tail
 
 
 DECODE = "decode"  # in a recipe's place
