@@ -337,6 +337,18 @@ def attention(
         ]
         names = BlockLists(*tensors, *[None] * (4 - len(tensors)), 128, 128)
         given |= names._asdict()
+    if block := given.get("tail_block"):
+        T = (N_kv + f(block - 1)) // f(block)
+        T_pad = (T + f(127)) // f(128) * f(128)
+        of_v = (r.of_pv.dtype, f(pad_head_dim(D_v)), T_pad)
+        if r.pv == "16bit":
+            of_v = (dtype, T, f(pad_head_dim(D_v)))
+        given |= {
+            "tail_k": contiguous(r.of_qk.dtype, B, H_kv, T_pad, width),
+            "tail_k_scale": contiguous(torch.float32, B, H_kv, T_pad // f(64), groups),
+            "tail_v": contiguous(of_v[0], B, H_kv, *of_v[1:]),
+            "tail_bias": contiguous(torch.float32, B, H_kv, T_pad),
+        }
     if not prepared:
         k, codes = (
             tensor(dtype, x, strides(v, x)) for x in ((B, H_kv, N_kv, f(n)) for n in (D, D_v))
@@ -354,6 +366,7 @@ def attention(
 def quantize(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, D_v: int | None = None, heads: int = 16,
     layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16, recipe: str = FP8,
+    tail_block: int | None = None,
 ) -> dict:  # fmt: skip
     """The arguments of quantize_kv."""
     f, one = Facts.of, Facts.of(1)
@@ -364,6 +377,7 @@ def quantize(
         "v": tensor(dtype, v, strides(layout, v)),
         "visible": contiguous(torch.uint8, *shown[visible]) if visible else None,
         "recipe": NAMED[recipe].encode(),
+        "tail_block": tail_block,
     }
 
 
@@ -487,6 +501,14 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "bottom_right": (Facts(1, 64), ANY, dict(recipe=FP8, D=128, heads=(32, 8), right=0, bottom_right=True)),
     "lists": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads", "heads"))),
     "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
+    "tail": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads",), tail_block=64)),
+    "tail_b16": (
+        Facts(1, 64), SHORT,
+        dict(recipe=BITS16, D=72, heads=(10, 5), lists=("one", "one"), tail_block=32),
+    ),
+    "tail_portable": (
+        Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, lists=("one",), tail_block=64, mask="keys"),
+    ),
     "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
     "all": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, prepared=False, v="chunked")),
     "all_72": (Facts(1, 64), SHORT, dict(recipe=FP8, D=72, heads=(10, 5), prepared=False, mask="keys")),
@@ -511,6 +533,13 @@ QUANTIZE = {
     "kv_thread": (Facts(1, 64), SHORT, dict(D=72, recipe="sage2-8b", heads=5, layout="apart")),
     "kv_thread_one": (Facts(1, 64), SHORT, dict(D=128, recipe="sage2-8b", visible="one")),
     "kv_int4": (Facts(1, 64), SHORT, dict(D=80, D_v=64, recipe="sage2-4b", visible="batch")),
+    "kv_tail": (Facts(1, 64), SHORT, dict(D=128, visible="batch", tail_block=64)),
+    "kv_tail_72": (
+        Facts(1, 64),
+        ANY,
+        dict(D=72, D_v=64, recipe="sage2-8b", layout="chunked", tail_block=32),
+    ),
+    "k_tail": (Facts(1, 64), SHORT, dict(D=64, recipe="sage1-per-token", tail_block=64)),
     "kv_fp4": (Facts(1, 64), SHORT, dict(D=128, recipe="sage3")),
     "kv_fp4_72": (Facts.of(2), ANY, dict(D=72, recipe="sage3", visible="all")),
 }
