@@ -19,6 +19,8 @@ from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.quantize.values import empty_v, quantize_v_again_kernel, quantize_v_block
 from sage_inductor.ops.recipe import Recipe
 
+NO_MEANS = None, None, None, 0  # launch_kv's
+
 
 @triton.jit
 def _quantize_kv_kernel(
@@ -28,12 +30,14 @@ def _quantize_kv_kernel(
     Beyond,  # [B, H] in, int32: zeros; out: 1 where a row of v is beyond V_amax
     K_8bit, K_scale,  # [B, H, N_pad, BLOCK_D], [B, H, N_pad / K_BLOCK] out
     V_fp8, V_scale,  # [B, H, BLOCK_DV, N_pad], [B, H, D_V] out
+    K_tail, V_tail, Count,  # as codes.store_means has them; if TAIL
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_visible_b, stride_visible_h,
     H, N2, D2, D2_V,  # doubled, as above
     MASK: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
     K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
     v take the registers of another program."""
@@ -44,17 +48,21 @@ def _quantize_kv_kernel(
     blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     head, block = pid // 2 // blocks, pid // 2 % blocks
     visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
+    T, T_pad = 0, 0
+    if TAIL:
+        T = tl.cdiv(N, TAIL)
+        T_pad = tl.cdiv(T, PAD_N) * PAD_N
     if pid % 2 == 0:
         quantize_k_block(
             K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, K_8bit, K_scale,
             stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, ROTATED, 1,
-            PDL, K_BLOCK, BLOCK_D,
+            PDL, K_BLOCK, BLOCK_D, K_tail, Count, T, T_pad, TAIL,
         )  # fmt: skip
     else:
         quantize_v_block(
             V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Beyond,
             V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
-            MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV,
+            MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV, V_tail, Count, T, T_pad, TAIL,
         )  # fmt: skip
 
 
@@ -65,11 +73,13 @@ def overlaps(gpu: torch.device | gpus.Gpu) -> bool:
 
 def launch_kv(
     k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe, run: Callable,
-    pdl: bool = False,
+    pdl: bool = False, means: tuple = NO_MEANS,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
     `visible` (as in `smooth`) have no part in statistics and scales and saturate.
 
+    means: memory for those of a tail's keys and values, [B, H, T, D_pad] in fp32, its bias, and how
+    many rows have one; visible is given then.
     pdl: each kernel starts while the one before it ends (programmatic dependent launch, from sm_90
     on), and the second reads its rows while the first estimates."""
     k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible, run, pdl)
@@ -84,11 +94,12 @@ def launch_kv(
     run(
         _quantize_kv_kernel,
         (B * H * k_scale.shape[2] * 2,),
-        (k, v, k_mean, v_mean, v_amax, rows, beyond, k_codes, k_scale, v_codes, v_scale),
+        (k, v, k_mean, v_mean, v_amax, rows, beyond, k_codes, k_scale, v_codes, v_scale,
+         *means[:3]),
         (*doubled(k.stride()), *doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
-         K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV),  # tile
+         K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV, means[3]),  # tile
         num_warps=4 if BLOCK_DV <= 128 else 8,  # a program has 64 rows in its registers
         **pdl_option(pdl),
     )  # fmt: skip

@@ -5,7 +5,7 @@ count, one key and one value, their means, in the codes of k and v; and how many
     v_tail = e4m3((mean(v) - v_mean) / v_scale), or mean(v) in 16 bits
     bias   = log2(how many count), which a score is added to: softmax then weighs them all
 
-Two launches: the means of k and v; then their codes, which the first is read through L2 for.
+The kernel that quantizes k and v in one pass makes their means; elsewhere one of their own does.
 Shapes and layouts are formats.Tail's. All is within rounding of ops/reference/quantize.py.
 """
 
@@ -26,6 +26,7 @@ from sage_inductor.ops.formats import (
     pad_rows,
 )
 from sage_inductor.ops.launch import doubled, visible_argument
+from sage_inductor.ops.quantize.codes import store_means
 from sage_inductor.ops.quantize.keys import quantize_k_block
 from sage_inductor.ops.quantize.values import _load_v, _store_v
 from sage_inductor.ops.recipe import Recipe
@@ -37,30 +38,24 @@ _FP8_MAX = tl.constexpr(E4M3_MAX)
 @triton.jit
 def _pool_tail_kernel(
     X,  # [B, H, N, D] in
-    Visible,  # [B or 1, H or 1, N] in, uint8: rows that count; if MASK
-    Mean,  # [B, H, T, BLOCK_D] out, its pads 0
-    Bias,  # Tail's, out
+    Visible,  # [B or 1, H or 1, N] in, uint8: rows that count
+    Mean, Count,  # as codes.store_means has them, out
     stride_b, stride_h, stride_n, stride_d,
     stride_visible_b, stride_visible_h,
     H, N2, T_pad,  # N2: 2 N
-    MASK: tl.constexpr, D: tl.constexpr, TAIL: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H * T,). TAIL rows of one head."""
+    """Grid: (B * H * cdiv(N, ROWS),). ROWS rows of one head."""
     N = N2 // 2
-    pid, T = tl.program_id(0).to(tl.int64), tl.cdiv(N, TAIL)
-    head, t = pid // T, pid % T
-    n, d = t * TAIL + tl.arange(0, TAIL), tl.arange(0, BLOCK_D)
-    shown = n < N
-    if MASK:
-        visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
-        shown = shown & (tl.load(visible + n, mask=shown, other=0) != 0)
+    pid, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(N, ROWS)
+    head, block = pid // blocks, pid % blocks
+    n, d = block * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
+    shown = tl.load(visible + n, mask=n < N, other=0) != 0
     x = X + head // H * (stride_b // 2) + head % H * (stride_h // 2)
     x = x + (n * (stride_n // 2))[:, None] + d.to(tl.int64)[None, :] * stride_d
-    x = tl.load(x, mask=shown[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-    count = tl.sum(shown.to(tl.int32), 0).to(tl.float32)
-    mean = tl.sum(x, 0) / tl.maximum(count, 1.0)
-    tl.store(Mean + pid * BLOCK_D + d, mean.to(Mean.dtype.element_ty))
-    tl.store(Bias + head * T_pad + t, tl.log2(count))
+    x = tl.load(x, mask=shown[:, None] & (d < D)[None, :], other=0.0)
+    store_means(x, shown, Mean, Count, head, block, tl.cdiv(N, TAIL), T_pad, TAIL, BLOCK_D)
 
 
 @triton.jit
@@ -110,35 +105,44 @@ def empty_tail(k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Tail:
     )
 
 
-def launch_tail(
-    k: Tensor, v: Tensor, prepared: Prepared, visible: Tensor | None, recipe: Recipe, block: int,
+def launch_kv_tail(
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    recipe: Recipe,
+    block: int,
     run: Callable,
-) -> Tail:  # fmt: skip
-    """k and v [B, H, N, D], any strides, of which `prepared` was made. Rows that are not `visible`,
-    as in launch_prepare, have no part in it and may hold anything."""
+    prepare: Callable,
+) -> tuple[Prepared, Tail]:
+    """k and v [B, H, N, D], any strides, which `prepare(means)` prepares: with means, as launch_kv
+    takes them, those too. Rows that are not `visible`, as in launch_prepare, have no part in a mean
+    and may hold anything."""
     tail, fp8 = empty_tail(k, v, recipe, block), recipe.of_pv.dtype is not None
-    (B, H, N, _), (T_pad, BLOCK_D) = k.shape, tail.k.shape[2:]
-    T, BLOCK_DV = triton.cdiv(N, block), pad_head_dim(int(v.shape[3]))
+    (B, H, N, D), (T_pad, BLOCK_D) = k.shape, tail.k.shape[2:]
+    T, D_v = triton.cdiv(N, block), int(v.shape[3])
     k_means = k.new_empty((B, H, T, BLOCK_D), dtype=torch.float32)
-    v_means = k.new_empty((B, H, T, BLOCK_DV), dtype=torch.float32) if fp8 else tail.v
-    rows, row_strides = visible_argument(visible, k.shape, prepared.k_mean)
-    for x, means in ((k, k_means), (v, v_means)):
-        run(
-            _pool_tail_kernel,
-            (B * H * T,),
-            (x, rows, means, tail.bias),
-            (*doubled(x.stride()), *row_strides,
-             H, 2 * N, T_pad,  # shape
-             visible is not None,  # semantics
-             int(x.shape[3]), block, pad_head_dim(int(x.shape[3]))),  # tile
-        )  # fmt: skip
+    v_means = k.new_empty((B, H, T, pad_head_dim(D_v)), dtype=torch.float32) if fp8 else tail.v
+    if fp8 and recipe.sharing.one_pass:
+        prepared = prepare((k_means, v_means, tail.bias, block))
+    else:
+        prepared = prepare(None)
+        rows, row_strides = visible_argument(visible, k.shape, k)
+        for x, means in ((k, k_means), (v, v_means)):
+            run(
+                _pool_tail_kernel,
+                (B * H * triton.cdiv(N, K_BLOCK),),
+                (x, rows, means, tail.bias),
+                (*doubled(x.stride()), *row_strides,
+                 H, 2 * N, T_pad,  # shape
+                 int(x.shape[3]), block, K_BLOCK, pad_head_dim(int(x.shape[3]))),  # tile
+            )  # fmt: skip
     run(
         _quantize_tail_kernel,
         (B * H * (T_pad // K_BLOCK) * (1 + fp8),),
         (k_means, v_means, prepared.k_mean, prepared.v_scale, prepared.v_mean, tail.k,
          tail.k_scale, tail.v),
-        (2 * T, 2 * int(k.shape[3]), 2 * int(v.shape[3]),  # shape
+        (2 * T, 2 * int(D), 2 * D_v,  # shape
          fp8, recipe.of_qk.largest, recipe.rotated, recipe.sharing.k_groups,  # semantics
-         K_BLOCK, PAD_N, BLOCK_D, BLOCK_DV),  # tile
+         K_BLOCK, PAD_N, BLOCK_D, pad_head_dim(D_v)),  # tile
     )  # fmt: skip
-    return tail
+    return prepared, tail

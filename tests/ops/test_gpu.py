@@ -146,7 +146,8 @@ def test_codes_of_a_tails_means_are_the_references(recipe):
     r = NAMED[recipe]
     shapes = (2, 4, 2, 1, 5000, 128), (1, 2, 1, 1, 777, 72), (1, 1, 1, 1, 20_000, 64)
     for shape, block, masked in itertools.product(shapes, TAIL_BLOCKS, (False, True)):
-        (B, H, N), (_, k, v), visible = (shape[0], *shape[2:5:2]), qkv(*shape), None
+        (B, H, N), (_, k, v) = (shape[0], *shape[2:5:2]), qkv(*shape)
+        visible = torch.ones(B, 1, N, dtype=torch.uint8, device="cuda")
         if masked:
             visible = (rand(B, 1, N) > 0.4).to(torch.uint8)
             visible[..., 64:200] = 0

@@ -4,6 +4,7 @@ Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, T blocks of the tai
 """
 
 import collections
+import functools
 import itertools
 import math
 import random
@@ -22,12 +23,15 @@ from torch.testing import assert_close
 from sage_inductor.ops.attention import visible_tiles
 from sage_inductor.ops.attention.hopper import tile_lists
 from sage_inductor.ops.formats import TAIL_BLOCKS
-from sage_inductor.ops.quantize.tail import launch_tail
+from sage_inductor.ops.gpus import Gpu
+from sage_inductor.ops.quantize.op import launch_prepare
+from sage_inductor.ops.quantize.tail import launch_kv_tail
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists, Visibility
 
+NO_GPU = Gpu((8, 0), 108)  # launches nothing early
 RECIPES = [name for name, r in NAMED.items() if not r.of_qk.smooths_q]
 
 # -- what it means ----
@@ -192,15 +196,19 @@ def test_codes_of_the_means_are_the_references(seed):
     dtype = draw.choice([torch.float16, torch.float32])
     _, k, _ = support.qkv(B, 1, H, 1, N, D, dtype)
     *_, v = support.qkv(B, 1, H, 1, N, D_v, dtype)
-    visible = None
+    visible = torch.ones(1, 1, N, dtype=torch.uint8)
     if draw.random() < 0.6:
         visible = (torch.rand(draw.choice([1, B]), draw.choice([1, H]), N) > 0.4).to(torch.uint8)
         visible[..., : draw.choice([0, block, 2 * block + 3])] = 0
         visible[..., -1] = 1
         hidden = (visible == 0).expand(B, H, N)
         k[hidden], v[hidden] = math.inf, math.nan
-    prepared = reference.quantize_kv(k, v, visible, recipe)
-    tail = launch_tail(k, v, prepared, visible, recipe, block, support.run)
+    prepare = functools.partial(launch_prepare, support.run, NO_GPU, k, v, visible, recipe)
+    prepared, tail = launch_kv_tail(k, v, visible, recipe, block, support.run, prepare)
+    plain = prepare()
+    assert all(
+        map(torch.equal, prepared.tensors(), plain.tensors())
+    )  # codes and scales are as without
     expected = reference.quantize_tail(k, v, prepared, visible, recipe, block)
     T = -(-N // block)
     for x, y in zip(tail, expected, strict=True):
