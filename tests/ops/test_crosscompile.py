@@ -321,6 +321,38 @@ def test_short_lists_of_blocks_are_the_portable_kernels():
     assert tiles.hopper_of_blocks((8, 9), "fp8", 128, 4096, 64, 64) is None
 
 
+@picked(
+    ((8, 0), "sage1-per-token", 64), ((12, 0), "sage2-8b-fp8qk", 32),
+    ((9, 0), "sage2-8b-per-token", 32),
+    tritons=[((8, 9), "sage2-8b", 64)],
+    where=lambda architecture, recipe: (
+        runs_on(recipe, architecture) and not NAMED[recipe].of_qk.smooths_q
+    ),
+    architecture=ARCHITECTURES, recipe=NAMED, tail_block=[32, 64],
+)  # fmt: skip
+def test_all_kernels_of_a_call_with_a_tail_compile(architecture, recipe, tail_block):
+    """As a call by the same lists without one: at most 128 bytes are spilled, by attention alone; in
+    one pass with blocks of 32, 40 are, so that as many programs share an SM as without."""
+    found = noted.launches(
+        noted.sdpa, architecture, recipe, size=(128, 64), mask="keys", tail_block=tail_block
+    )
+    names = {x.kernel.__name__ for x in found}
+    assert names >= {"_quantize_tail_kernel", "_unlisted_kernel"}
+    assert "_pool_tail_kernel" in names or "_quantize_kv_kernel" in names
+    for launch in found:
+        name = launch.kernel.__name__
+        compiled = noted.compilation_of(launch).compile(architecture)
+        assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+        if name.endswith("attention_kernel"):
+            # With a row of keys it is what MASKED says above.
+            assert stack_bytes(compiled.asm["cubin"]) <= stack_of_portable(
+                architecture, recipe, "rows"
+            )
+        elif name != "_hopper_kernel":
+            spills = 40 if name == "_quantize_kv_kernel" else 0
+            assert stack_bytes(compiled.asm["cubin"]) <= spills, name
+
+
 @pytest.mark.parametrize(
     "kernel, given",
     [("_pack_mask_kernel", dict(mask="rows")),
