@@ -28,7 +28,7 @@ Flags, and what each needs:
     SPLIT      some tiles are split                   no band, not LISTED, 2 or 3 warpgroups
     FP8        p and v are in FP8, else in 16 bits    without it BLOCK_DV <= 128
     OWN        k has a scale a row at the diagonal    CAUSAL, not BOUNDED
-    TAIL_BLOCK a key of the tail stands for so many    LISTED, no band
+    TAIL_BLOCK keys that one of the tail stands for   LISTED, no band
     ROTATED, KEEPS_MAX                                anything
 
     part     what the rows of a warpgroup see of its blocks       variants
