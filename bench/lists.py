@@ -15,7 +15,7 @@ those near in time, height and width, and 5 % of the others, as NABLA names them
     density  the share of blocks that the lists name
     per work dense's ms * density / lists' ms: 1, if time went with what is computed
 
-    tail N   lists, and a key for each N keys that no list names: SdpaCall.tail_block
+    tail N   lists, and a key for each N keys that no list names: BlockLists.tail_block
     prepared, prepared N   k and v; and what the tail N reads
     SDPA     of all keys, by cuDNN where torch prefers it
 
@@ -37,11 +37,13 @@ from bench import harness
 from bench.measure import WRONG, Provider, Runner, interleave, relative_l1, summary
 from bench.providers import by_tile
 from bench.tables import markdown, show
+from sage_inductor.ops import launch
 from sage_inductor.ops.attention.select import attention, hopper_tile
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import TAIL_BLOCKS
+from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import attention_call, prepare, prepare_tail
+from sage_inductor.ops.sdpa import attention_call, prepare
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 H = 24
@@ -210,12 +212,11 @@ def measure_tail(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     )
     blocks = named(setup, device)
     lists, recipe = lists_of(blocks, setup.block_q, setup.block_kv), NAMED[RECIPE]
-    seen = Visibility(blocks=lists)
 
     def prepared(tail_block: int | None, q, k, v) -> AttentionCall:
-        of = seen._replace(tail_block=tail_block)
-        made = prepare_tail(k, v, of, recipe) if tail_block else (prepare(k, v, of, recipe), ())
-        return attention_call(q, k, v, made[0], of, setup.D**-0.5, recipe, tail=made[1])
+        of = Visibility(blocks=lists._replace(tail_block=tail_block))
+        made = launch_prepare(launch.run, device, k, v, of.keys(k), recipe, tail_block)
+        return attention_call(q, k, v, made, of, setup.D**-0.5, recipe)
 
     def of_calls(name: str, tail_block: int | None) -> dict[str, Provider]:
         suffix = f" {tail_block}" if tail_block else ""

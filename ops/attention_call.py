@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops.call_shape import CallShape
-from sage_inductor.ops.formats import MAX_ROWS, Prepared, Tail, rotation_scale
+from sage_inductor.ops.formats import MAX_ROWS, Prepared, rotation_scale
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.visibility import Band, BlockLists, Visibility, num_tiles
@@ -41,14 +41,14 @@ class AttentionCall(NamedTuple):
     delta: Tensor | None = None  # q is smoothed
     visible: Tensor | None = None  # Visibility.keys, where the op prepares k and v
     warpgroups: int | None = None  # a schedule: see select.py; it changes speed, not the result
-    kv_num_blocks: Tensor | None = None  # BlockLists' six, contiguous
+    kv_num_blocks: Tensor | None = None  # BlockLists' seven, contiguous
     kv_indices: Tensor | None = None
     full_kv_num_blocks: Tensor | None = None
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
-    tail_block: int | None = None  # Visibility's; with Tail's four
-    tail_k: Tensor | None = None
+    tail_block: int | None = None
+    tail_k: Tensor | None = None  # Prepared's four
     tail_k_scale: Tensor | None = None
     tail_v: Tensor | None = None
     tail_bias: Tensor | None = None
@@ -62,14 +62,13 @@ class AttentionCall(NamedTuple):
     def of(
         cls, q: Tensor, prepared: Prepared, v_16bit: Tensor, visibility: Visibility, scale: float,
         n_kv: int, recipe: Recipe, out_bnhd: bool = False, of_q: tuple = (None, None),
-        visible: Tensor | None = None, warpgroups: int | None = None, tail: tuple = (),
+        visible: Tensor | None = None, warpgroups: int | None = None,
     ) -> "AttentionCall":  # fmt: skip
         p = prepared
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
             out_bnhd, *visibility[:2], *visibility.band, p.v_scale, p.v_mean, p.k_blocks,
-            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks,
-            visibility.tail_block, *tail,
+            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks, *p[-4:],
         )  # fmt: skip
 
     @property
@@ -92,11 +91,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def blocks(self) -> BlockLists:
-        return BlockLists(*self[-len(BlockLists._fields) - 5 : -5])
-
-    @property
-    def tail(self) -> Tail | None:
-        return None if self.tail_block is None else Tail(*self[-4:])
+        return BlockLists(*self[-len(BlockLists._fields) - 4 : -4])
 
     @property
     def scale_of_codes(self) -> float:

@@ -28,7 +28,7 @@ from sage_inductor.ops import compat, gpus
 from sage_inductor.ops.attention.select import attention, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
-from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, TAIL_BLOCKS, Prepared, Tail
+from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, TAIL_BLOCKS, Prepared
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
 from sage_inductor.ops.recipe import Recipe, decode
@@ -74,8 +74,7 @@ class SdpaCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
-    tail_block: int | None = None  # of TAIL_BLOCKS: a mean of so many keys stands for those that no
-    # list names; None: nothing does
+    tail_block: int | None = None
 
     @classmethod
     def of(
@@ -92,7 +91,7 @@ class SdpaCall(NamedTuple):
 
     @property
     def blocks(self) -> BlockLists:
-        return BlockLists(*self[-len(BlockLists._fields) - 1 : -1])
+        return BlockLists(*self[-len(BlockLists._fields) :])
 
     @property
     def band(self) -> Band:
@@ -119,11 +118,8 @@ def _sdpa(call: SdpaCall) -> tuple[Tensor, Tensor]:
     Returns out [B, H_q, N_q, D_v] and lse [B, H_q, N_q] (natural log, fp32, not differentiable). A
     row that sees no key is 0 and its lse -inf. Keys that attn_mask or the band hides from every
     query, and keys of blocks that no list names, may hold anything, but for those of a call with
-    `prepared`, and for those that the band hides in a block that a list names.
-
-    tail_block: each tail_block keys that no list names, but for those that attn_mask hides, are for
-    the query one key and one value, their means, with log(how many they are) added to its score.
-    lse is of all that. For lists without a band; attn_mask must be bool [B or 1, 1, 1, N_kv].
+    `prepared`, for those that the band hides in a block that a list names, and for those in a tail.
+    A tail_block (BlockLists) is for lists without a band, and a bool mask of keys for all queries.
     Raises ValueError or TypeError saying what must hold and what was got.
     """
     check(call)
@@ -249,16 +245,13 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse of the smoothed keys, and k_mean: by one op unless q is smoothed, k and v are
     prepared, or Inductor may prepare them once for all, if they are constants."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
-    q, k, v, prepared, tail = call.q, call.k, call.v, None, ()
-    lists = call.blocks, call.tail_block
-    seen = _visibility(k, v, call.attn_mask, call.band, recipe, *lists)
-    if call.tail_block is not None:
-        prepared, tail = prepare_tail(k, v, seen, recipe)
-    elif call.prepared:
+    q, k, v, prepared = call.q, call.k, call.v, None
+    seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
+    if call.prepared:
         prepared = Prepared(*call.prepared)
-    elif recipe.of_qk.smooths_q or compat.folds_constants():
+    elif recipe.of_qk.smooths_q or (call.tail_block is None and compat.folds_constants()):
         prepared = prepare(k, v, seen, recipe)
-    how = call.scale, recipe, call.out_bnhd, call.warpgroups, tail
+    how = call.scale, recipe, call.out_bnhd, call.warpgroups
     found = attention(*attention_call(q, k, v, prepared, seen, *how))
     return (*found, prepared.k_mean) if prepared else tuple(found)
 
@@ -266,7 +259,6 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
 def attention_call(
     q: Tensor, k: Tensor, v: Tensor, prepared: Prepared | None, visibility: Visibility,
     scale: float, recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
-    tail: tuple = (),
 ) -> AttentionCall:  # fmt: skip
     """What the attention op takes: with q's means where q is smoothed, and v itself, in 16 bits,
     where v is not quantized. prepared None: the op prepares k and v."""
@@ -278,9 +270,8 @@ def attention_call(
     if recipe.of_pv.dtype is None and v.dtype == torch.float32:
         v = v.bfloat16()
     return AttentionCall.of(
-        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups,
-        tail,
-    )  # fmt: skip
+        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups
+    )
 
 
 def _unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> list[Tensor]:
@@ -307,28 +298,18 @@ def compose_prepare(
     return prepare(k, v, visibility, r).tensors()
 
 
-def _visibility(
-    k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS,
-    tail_block: int | None = None,
-) -> Visibility:  # fmt: skip
+def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS) -> Visibility:
     """What the tiles of queries see of the kernel that computes the call."""
     capability = None if k.device.type == "cpu" else gpus.capability(k.device)
     head_dim = max(int(k.shape[3]), int(v.shape[3]))
-    lists = blocks.size, tail_block is not None
+    lists = blocks.size, blocks.tail_block is not None
     tile = select(capability, recipe, head_dim, attn_mask is not None, *lists)
-    return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks, tail_block)
+    return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
 
 
 def prepare(k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe) -> Prepared:
     """What kernels read of k and v."""
     return Prepared(*quantize_kv(k, v, visibility.keys(k), recipe.encode()))
-
-
-def prepare_tail(k, v, visibility: Visibility, recipe: Recipe) -> tuple[Prepared, Tail]:
-    """`prepare`, and what stands for the keys that no list names."""
-    given = visibility.keys(k), recipe.encode(), visibility.tail_block
-    found, n = quantize_kv(k, v, *given), Prepared.count(recipe.of_pv)
-    return Prepared(*found[:n]), Tail(*found[n:])
 
 
 def _sdpa_fake(call: SdpaCall) -> tuple[Tensor, Tensor]:

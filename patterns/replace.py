@@ -65,19 +65,19 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         if emit.index.written_after(call.node, call.node):  # the op's backward reads what it gave
             first = emit(aten.clone.default, first)
         return put(first)
-    blocks, tail_block, selection = call.blocks, None, decision.selection
+    blocks, selection = call.blocks, decision.selection
     if selection is not None:
         select, fields = torch.ops.sage.select_blocks.default, (*selection.arguments, *BLOCK_SIZE)
-        tail_block = selection.tail_block if selection.tail else None
         selected = emit(select, q, k, scale, *fields)
         lists = (emit(operator.getitem, selected, i) for i in range(2))
-        blocks = BlockLists(*lists, None, None, *BLOCK_SIZE)
+        tail_block = selection.tail_block if selection.tail else None
+        blocks = BlockLists(*lists, None, None, *BLOCK_SIZE, tail_block)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
         scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,
-        *blocks, tail_block,
+        *blocks,
     )  # fmt: skip
-    defaults = 0 if tail_block else 1 if blocks.size else 1 + len(blocks)
+    defaults = 0 if blocks.tail_block else 1 if blocks.size else len(blocks)
     args = tuple(args)[: len(args) - defaults]
     if is_copied:
         written = BHND if order == BHND else BNHD

@@ -36,7 +36,6 @@ from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.sdpa import prepare
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists, Visibility
 
 # -- who runs them ----
@@ -230,7 +229,8 @@ class Interpreted:
         if self.prepared is not None:
             return self.prepared(k, v, visibility.keys(k), r)
         # Stored as the kernels would.
-        return Prepared(*(x.contiguous() for x in prepare(k, v, visibility, r).tensors()))
+        found = support.prepared_of(k, v, visibility, r)
+        return Prepared(*(x if x is None else x.contiguous() for x in found))
 
     def launch(self, a: AttentionCall) -> tuple[Tensor, Tensor]:
         return support.launch_portable(a, self.tile, self.tma)
@@ -319,7 +319,6 @@ OPS = {"portable": OnGpu(True), "opaque": OnGpu(False)}
 def check_attention(
     kernel, recipe: str | Recipe, heads, lengths, channels, scale=0.1, band=(None, None, False),
     mask="none", lists: BlockLists = NO_LISTS, out_bnhd=True, dtype=None, stored=lambda x: x,
-    tail_block: int | None = None,
 ) -> bool:  # fmt: skip
     """out and lse of a kernel are its emulation's; keys that the mask hides from every query hold
     Inf and NaN. heads: B, H_q, H_kv; stored: in which layout q, k and v are. Whether it was the
@@ -333,7 +332,7 @@ def check_attention(
     if not on_gpu:
         q = rounded_alike(q, r.qk)
     attn_mask = mask_of(mask, B, H_q, N_q, N_kv, kernel.runner.device)
-    visibility = Visibility.of(attn_mask, band, N_kv, kernel.tile.BLOCK_M, lists, tail_block)
+    visibility = Visibility.of(attn_mask, band, N_kv, kernel.tile.BLOCK_M, lists)
     if attn_mask is not None:
         hide(k, v, visibility, H_q, math.nan if on_gpu or r.pv != "nvfp4" else math.inf)
     prepared = kernel.prepare(k, v, visibility, r)

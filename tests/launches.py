@@ -336,8 +336,8 @@ def attention(
             for width in ((), (columns,))
         ]
         names = BlockLists(*tensors, *[None] * (4 - len(tensors)), 128, 128)
-        given |= names._asdict()
-    if block := given.get("tail_block"):
+        given |= names._asdict() | {"tail_block": given.get("tail_block")}
+    if prepared and (block := given.get("tail_block")):
         T = (N_kv + f(block - 1)) // f(block)
         T_pad = (T + f(127)) // f(128) * f(128)
         of_v = (r.of_pv.dtype, f(pad_head_dim(D_v)), T_pad)
@@ -354,7 +354,7 @@ def attention(
             tensor(dtype, x, strides(v, x)) for x in ((B, H_kv, N_kv, f(n)) for n in (D, D_v))
         )
         k_scale = v_scale = v_mean = None
-        given["visible"] = contiguous(torch.uint8, B, f(1), N_kv) if mask else None
+        given["visible"] = contiguous(torch.uint8, B, f(1), N_kv) if mask or lists else None
     call = AttentionCall(
         tensor(dtype, shape, strides(q, shape)), k, k_scale, codes, D**-0.5,
         N_kv, r.encode(), v_scale=v_scale, v_mean=v_mean,
@@ -366,7 +366,6 @@ def attention(
 def quantize(
     B: Facts, N_q: Facts, N_kv: Facts, D: int, D_v: int | None = None, heads: int = 16,
     layout: str = "bnhd", visible: str | None = None, dtype=torch.bfloat16, recipe: str = FP8,
-    tail_block: int | None = None,
 ) -> dict:  # fmt: skip
     """The arguments of quantize_kv."""
     f, one = Facts.of, Facts.of(1)
@@ -377,7 +376,6 @@ def quantize(
         "v": tensor(dtype, v, strides(layout, v)),
         "visible": contiguous(torch.uint8, *shown[visible]) if visible else None,
         "recipe": NAMED[recipe].encode(),
-        "tail_block": tail_block,
     }
 
 
@@ -515,6 +513,18 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "all_b16": (
         Facts(1, 64), SHORT, dict(recipe="sage1-rotated", D=64, prepared=False, out_bnhd=True, **CAUSAL),
     ),
+    "all_tail": (
+        Facts(1, 64), SHORT,
+        dict(recipe=FP8, D=128, lists=("heads",), tail_block=64, prepared=False, v="chunked"),
+    ),
+    "all_tail_72": (
+        Facts(1, 64), SHORT,
+        dict(recipe="sage2-8b", D=72, D_v=64, lists=("one",), tail_block=32, prepared=False),
+    ),
+    "all_tail_b16": (
+        Facts(1, 64), SHORT,
+        dict(recipe=BITS16, D=64, lists=("one",), tail_block=64, prepared=False),
+    ),
     "int4": (Facts(1, 64), SHORT, dict(recipe="sage2-4b", D=128, q="chunked", **CAUSAL)),
     "fp4": (Facts(1, 64), SHORT, dict(recipe="sage3", D=72, heads=(10, 5), mask="rows")),
 }  # fmt: skip
@@ -533,13 +543,6 @@ QUANTIZE = {
     "kv_thread": (Facts(1, 64), SHORT, dict(D=72, recipe="sage2-8b", heads=5, layout="apart")),
     "kv_thread_one": (Facts(1, 64), SHORT, dict(D=128, recipe="sage2-8b", visible="one")),
     "kv_int4": (Facts(1, 64), SHORT, dict(D=80, D_v=64, recipe="sage2-4b", visible="batch")),
-    "kv_tail": (Facts(1, 64), SHORT, dict(D=128, visible="batch", tail_block=64)),
-    "kv_tail_72": (
-        Facts(1, 64),
-        ANY,
-        dict(D=72, D_v=64, recipe="sage2-8b", layout="chunked", tail_block=32),
-    ),
-    "k_tail": (Facts(1, 64), SHORT, dict(D=64, recipe="sage1-per-token", tail_block=64)),
     "kv_fp4": (Facts(1, 64), SHORT, dict(D=128, recipe="sage3")),
     "kv_fp4_72": (Facts.of(2), ANY, dict(D=72, recipe="sage3", visible="all")),
 }

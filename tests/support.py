@@ -24,11 +24,13 @@ from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import InductorWrapper
 from sage_inductor.ops.formats import NO_QUERY, Prepared
+from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as reference
+from sage_inductor.ops.reference import quantize as reference_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.sdpa import attention_call as composed
-from sage_inductor.ops.sdpa import prepare, prepare_tail
+from sage_inductor.ops.sdpa import prepare
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists, Visibility
 from sage_inductor.patterns.graph import op_name
 
@@ -153,7 +155,7 @@ def arguments(q, k, v, is_causal=False, scale=0.125, recipe="sage2-8b", **given)
     values = dict(
         q=q, k=k, v=v, attn_mask=None, prepared=[], left=None, right=0 if is_causal else None,
         bottom_right=False, scale=scale, recipe=recipe, warpgroups=None, out_bnhd=True,
-        portable=False, **NO_LISTS._asdict(), tail_block=None,
+        portable=False, **NO_LISTS._asdict(),
     )  # fmt: skip
     assert given.keys() <= values.keys(), given.keys()
     return tuple((values | given)[x.name] for x in torch.ops.sage.sdpa.default._schema.arguments)
@@ -194,11 +196,19 @@ def attention_call(
     device's kernels (on CPU the reference) make of k and v."""
     r = NAMED[recipe] if isinstance(recipe, str) else recipe
     visibility = visibility or Visibility()
-    if visibility.tail_block:
-        found, tail = prepare_tail(k, v, visibility, r)
-        prepared, given["tail"] = prepared or found, [x.contiguous() for x in tail]
-    prepared = prepare(k, v, visibility, r) if prepared is None else Prepared(*prepared)
+    if prepared is None:
+        prepared = prepared_of(k, v, visibility, r)
+    prepared = Prepared(*prepared)
     return composed(q, k, v, prepared, visibility, scale, r, out_bnhd, **given)
+
+
+def prepared_of(k: Tensor, v: Tensor, visibility: Visibility, r) -> Prepared:
+    """With a tail, if there is one: no op of its own makes that."""
+    if (block := visibility.blocks.tail_block) is None:
+        return prepare(k, v, visibility, r)
+    if k.is_cuda:
+        return launch_prepare(launch.run, k.device, k, v, visibility.keys(k), r, block)
+    return reference_of.quantize_kv(k, v, visibility.keys(k), r, block)
 
 
 def run(kernel, grid, tensors, numbers, **options) -> None:

@@ -34,20 +34,20 @@ def select(
     head_dim: the wider of k's and v's. block_size, has_tail: CallShape's. Raises ValueError where
     there is none for the recipe."""
     tile = Tile(128, 128, 1, 1)  # of the emulation
-    if block_size is not None and (reason := why_not_listed(recipe, block_size[0])):
+    if block_size is not None and (reason := why_not_listed(recipe, block_size[0], has_tail)):
         raise ValueError(reason)
-    if has_tail and recipe.of_qk.smooths_q:
-        raise ValueError(f"no kernel for a tail with qk={recipe.qk!r}")
     if capability is not None:
         tile = tiles.tile(capability, recipe.qk, recipe.pv, head_dim, masked)
     return tile if block_size is None else tiles.of_blocks(tile, *block_size)
 
 
-def why_not_listed(recipe: Recipe, block_q: int) -> str | None:
+def why_not_listed(recipe: Recipe, block_q: int, has_tail: bool = False) -> str | None:
     """The reason that no kernel of a recipe takes lists of blocks of this many queries, if there
     is one."""
     if recipe.of_qk.block_scaled:
         return f"no kernel for block lists with qk={recipe.qk!r}"
+    if has_tail and recipe.of_qk.smooths_q:
+        return f"no kernel for a tail with qk={recipe.qk!r}"
     span = recipe.sharing.q_span
     if block_q % span:
         return f"no kernel for block lists of {block_q} queries where {span} share a scale"
@@ -80,7 +80,7 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> lis
     """``sage::attention``."""
     if a.k_scale is not None:
         return [*_attend(run, gpu, a)]
-    prepared = launch_prepare(run, gpu, a.k, a.v, a.visible, a.decoded)
+    prepared = launch_prepare(run, gpu, a.k, a.v, a.visible, a.decoded, a.tail_block)
     return [*_attend(run, gpu, a.with_prepared(prepared)), prepared.k_mean]
 
 
@@ -130,7 +130,7 @@ def _attention(a: AttentionCall) -> list[Tensor]:
     """
     more = []
     if a.k_scale is None:
-        prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded)
+        prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded, a.tail_block)
         a, more = a.with_prepared(prepared), [prepared.k_mean]
     a = a.without_idle_bounds()
     tile = select(None, a.decoded, a.head_dim, a.attn_mask is not None, a.blocks.size)

@@ -45,16 +45,15 @@ from sage_inductor.ops.attention.visible_tiles import (
     TAIL,
     heads_of,
     hide,
-    launch_unlisted,
+    how_often,
     listed_tile,
     listed_tiles,
     tiles_in_sight,
     tiles_of,
-    unlisted_of,
 )
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import TensorDescriptor
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, Tail, pad_head_dim
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
@@ -78,8 +77,7 @@ def _attention_kernel(
     Seen,  # [B or 1, H_q or 1, tiles or 1, N_kv] uint8: mask.summarize
     Kv_count, Kv_index,  # int32 [B or 1, H_q or 1, M_q], [B or 1, H_q or 1, M_q, kv_width]
     Full_count, Full_index,  # with full_width; contiguous: BlockLists
-    K_tail, K_tail_scale, V_tail, Bias,  # formats.Tail's, as K, K_scale and V are; if TAIL_BLOCK
-    Unlisted,  # visible_tiles.py
+    K_tail, K_tail_scale, V_tail, Bias,  # Prepared's, as K, K_scale and V are; if TAIL_BLOCK
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -176,7 +174,7 @@ def _attention_kernel(
         tail_row = head_kv * T_pad
         K_tail_scale += tail_row // 64 * GROUPS
         if TMA:
-            tail_row_k, tail_row_v = tail_row.to(tl.int32), (head_kv * BLOCK_DV).to(tl.int32)
+            tail_row_k = tail_row.to(tl.int32)
         else:
             k_tail = K_tail + (tail_row + n[:, None]) * BLOCK_D + d[None, :]
             if FP8:
@@ -210,11 +208,7 @@ def _attention_kernel(
                 masked = MASK > 0 or (part == EDGE and (LEFT >= 0 or RIGHT >= 0))
                 lo = 0
                 if part == TAIL:
-                    unlisted, words = unlisted_of(
-                        Unlisted, head, row0, N_q, N_kv, BLOCK_Q, TAIL_BLOCK
-                    )
-                    any_left = tl.load(unlisted + words) > 0
-                    hi = tl.where(any_left, tl.cdiv(tl.cdiv(N_kv, TAIL_BLOCK), BLOCK_N), 0)
+                    hi = T_pad // BLOCK_N
                 elif part == FULL:
                     Listed, hi = listed_tiles(
                         Full_count, Full_index, list_row, full_width, BLOCK_KV, BLOCK_N
@@ -267,12 +261,21 @@ def _attention_kernel(
                 if INT4:
                     x += delta
                 if part == TAIL:
-                    bias = tl.load(Bias + tail_row + at * BLOCK_N + n)
-                    word = tl.load(unlisted + at * (BLOCK_N // 32) + n // 32)
-                    bias = tl.where((word >> n % 32) & 1 != 0, bias, -float("inf"))
-                    # What is hidden may be NaN: no sum with -inf hides it.
-                    bias = bias[None, :].broadcast_to([BLOCK_M, BLOCK_N]).reshape(x.shape)
-                    x = tl.where(bias > -float("inf"), x + bias, -float("inf"))
+                    t = at * BLOCK_N + n
+                    first = at * BLOCK_N * TAIL_BLOCK // BLOCK_KV
+                    named = how_often(
+                        Kv_count, Kv_index, list_row, kv_width, first, tl.cdiv(N_kv, BLOCK_KV),
+                        True, BLOCK_N, 256,
+                    )  # fmt: skip
+                    if FULL_LISTS:
+                        named += how_often(
+                            Full_count, Full_index, list_row, full_width, first,
+                            tl.cdiv(N_kv, BLOCK_KV), True, BLOCK_N, 256,
+                        )  # fmt: skip
+                    free = (t < T) & (tl.gather(named, t * TAIL_BLOCK // BLOCK_KV - first, 0) == 0)
+                    free = free[None, :].broadcast_to([BLOCK_M, BLOCK_N]).reshape(x.shape)
+                    bias = tl.load(Bias + tail_row + t)[None, :].broadcast_to([BLOCK_M, BLOCK_N])
+                    x = tl.where(free, x + bias.reshape(x.shape), -float("inf"))
                     highest = tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1)
                 elif masked:
                     here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
@@ -324,7 +327,7 @@ def _attention_kernel(
                     p = p.reshape([BLOCK_M, BLOCK_N]).to(tl.float8e4nv)
                     if part == TAIL:
                         if TMA:
-                            v = V_tail.load([tail_row_v, at * BLOCK_N])
+                            v = V_tail.load([v_row, at * BLOCK_N])
                         else:
                             v = tl.load(v_tail + at * BLOCK_N)
                     elif TMA:
@@ -388,22 +391,20 @@ def launch(
         raise ValueError(
             f"sage::attention: q_mean and delta go with INT4 k, and only that: k is {recipe.qk}"
         )
-    k, v, tail = a.k, a.v, a.tail or Tail(None, None, None, None)
+    k, v, k_tail, v_tail = a.k, a.v, a.tail_k, a.tail_v
     tma = tma and k.shape[:3].numel() < 2**31  # a descriptor's rows are 32-bit numbers
     if tma:
-        k, k_tail = (_rows(x, tile.BLOCK_N, width) for x in (k, tail.k))
-        tail = tail._replace(k=k_tail)
+        k, k_tail = (_rows(x, tile.BLOCK_N, width) for x in (k, k_tail))
         if fp8:
-            v, v_tail = (_rows(x, pad_head_dim(D_v), tile.BLOCK_N) for x in (v, tail.v))
-            tail = tail._replace(v=v_tail)
+            v, v_tail = (_rows(x, pad_head_dim(D_v), tile.BLOCK_N) for x in (v, v_tail))
     out, lse = a.empty_outputs()
     mask, mask_strides, mask_kind, additive = a.mask_arguments(tile.BLOCK_M)
     lists, list_strides, list_sizes = a.list_arguments()
     run(
         _attention_kernel,
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
-        (a.q, a.q_mean, a.delta, k, a.k_scale, v, a.v_scale, a.v_mean, *mask, *lists, *tail,
-         launch_unlisted(a, run), out, lse),
+        (a.q, a.q_mean, a.delta, k, a.k_scale, v, a.v_scale, a.v_mean, *mask, *lists, k_tail,
+         a.tail_k_scale, v_tail, a.tail_bias, out, lse),
         (*doubled(a.q.stride()), *doubled(a.v.stride()), *mask_strides, *list_strides,
          *doubled(out.stride())[:3],
          H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape

@@ -1,14 +1,9 @@
 """Which keys a tile of queries reads, and what band and mask hide in them: for every kernel that
-has masks; and by lists of blocks, with a tail for those that they do not name."""
+has masks; and by lists of blocks."""
 
-from collections.abc import Callable
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import LOG2E
 
 _LOG2E = tl.constexpr(LOG2E)
@@ -141,68 +136,4 @@ def how_often(
         block = tl.maximum(tl.load(Indices + row * width + n, n < count, blocks), 0)
         inside = (start <= block) & (block < tl.minimum(start + CHUNK, blocks))
         found += tl.histogram(tl.where(inside, block - start, 0), CHUNK, inside)
-    return found
-
-
-@triton.jit
-def unlisted_of(Unlisted, head, row, N_q, N_kv, BLOCK_Q: tl.constexpr, TAIL_BLOCK: tl.constexpr):
-    """The words (`launch_unlisted`) of the list for the row-th query of a head of q, int64; beyond
-    the queries the last list's. How many words there are; after them is how many bits are set."""
-    lists, words = tl.cdiv(N_q, BLOCK_Q), tl.cdiv(N_kv, TAIL_BLOCK * 128) * 4
-    number = head * lists + tl.minimum(row // BLOCK_Q, lists - 1)
-    return Unlisted + number * (words + 1), words
-
-
-@triton.jit
-def _unlisted_kernel(
-    Kv_count, Kv_index, Full_count, Full_index,  # the caller's, as triton.py has them
-    Unlisted,  # launch_unlisted's, out
-    stride_kb, stride_kh, kv_width, full_width,
-    H, N2_q, N2_kv,  # N2: 2 N
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, FULL: tl.constexpr, TAIL_BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (B * H_q * lists of a head,)."""
-    N_q, N_kv = N2_q // 2, N2_kv // 2
-    PARTS: tl.constexpr = BLOCK_KV // TAIL_BLOCK
-    lists, blocks = tl.cdiv(N_q, BLOCK_Q), tl.cdiv(N_kv, BLOCK_KV)
-    head, m = (tl.program_id(0) // lists).to(tl.int64), tl.program_id(0) % lists
-    here, words = unlisted_of(Unlisted, head, m * BLOCK_Q, N_q, N_kv, BLOCK_Q, TAIL_BLOCK)
-    row = head // H * stride_kb + head % H * stride_kh + m
-    total = 0
-    for start in range(0, blocks, CHUNK):
-        named = how_often(Kv_count, Kv_index, row, kv_width, start, blocks, True, CHUNK, 256)
-        if FULL:
-            named += how_often(
-                Full_count, Full_index, row, full_width, start, blocks, True, CHUNK, 256
-            )
-        for nth in tl.static_range(PARTS):
-            first = start * PARTS + nth * CHUNK
-            t = nth * CHUNK + tl.arange(0, CHUNK)
-            free = (tl.gather(named, t // PARTS, 0) == 0) & (
-                start * PARTS + t < tl.cdiv(N_kv, TAIL_BLOCK)
-            )
-            bits = free.to(tl.int32).reshape([CHUNK // 32, 32]) << tl.arange(0, 32)
-            word = first // 32 + tl.arange(0, CHUNK // 32)
-            tl.store(here + word, tl.sum(bits, 1), word < words)
-            total += tl.sum(free.to(tl.int32), 0)
-    tl.store(here + words, total)
-
-
-def launch_unlisted(a: AttentionCall, run: Callable) -> Tensor | None:
-    """int32 [B, H_q, M, T_pad / 32 + 1] of a call with a tail, of which T_pad keys have room, and
-    for M blocks of queries: bit c of word w shows them key 32 w + c of the tail, which stands for
-    keys that their list does not name; and how many bits are set. None: it has no tail."""
-    if a.tail is None:
-        return None
-    (B, H, N_q, _), (block_q, _) = a.q.shape, a.blocks.size
-    lists, strides, numbers = a.list_arguments()
-    M, T_pad = triton.cdiv(N_q, block_q), a.tail.bias.shape[2]
-    found = a.tail.bias.new_empty((B, H, M, T_pad // 32 + 1), dtype=torch.int32)
-    run(
-        _unlisted_kernel,
-        (B * H * M,),
-        (*lists, found),
-        (*strides, H, 2 * N_q, 2 * a.n_kv, *numbers, a.tail_block, 512),
-    )  # fmt: skip
     return found

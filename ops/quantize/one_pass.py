@@ -5,6 +5,7 @@ blocks of k and v; and the heads of v again that have rows beyond the estimated 
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,17 @@ from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.quantize.values import empty_v, quantize_v_again_kernel, quantize_v_block
 from sage_inductor.ops.recipe import Recipe
 
-NO_MEANS = None, None, None, 0  # launch_kv's
+
+class Means(NamedTuple):
+    """What a tail is made of (tail.py). T: N in blocks of as many rows; T_pad: its pad_rows."""
+
+    k: Tensor | None  # [B, H, T, D_pad] fp32
+    v: Tensor | None  # [B, H, T, D_pad] fp32; 16-bit: of k's dtype
+    count: Tensor | None  # [B, H, T_pad] fp32: log2 of how many
+    block: int  # rows of each; 0: there are none
+
+
+NO_MEANS = Means(None, None, None, 0)
 
 
 @triton.jit
@@ -73,13 +84,12 @@ def overlaps(gpu: torch.device | gpus.Gpu) -> bool:
 
 def launch_kv(
     k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe, run: Callable,
-    pdl: bool = False, means: tuple = NO_MEANS,
+    pdl: bool = False, means: Means = NO_MEANS,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
     `visible` (as in `smooth`) have no part in statistics and scales and saturate.
 
-    means: memory for those of a tail's keys and values, [B, H, T, D_pad] in fp32, its bias, and how
-    many rows have one; visible is given then.
+    means: where those of k and v go, if visible is given.
     pdl: each kernel starts while the one before it ends (programmatic dependent launch, from sm_90
     on), and the second reads its rows while the first estimates."""
     k_mean, _, *of_v, beyond = launch_estimate([k] if v is None else [k, v], visible, run, pdl)
@@ -92,7 +102,7 @@ def launch_kv(
     (k_codes, k_scale), (v_codes, v_scale) = empty_k(k, recipe), empty_v(v, recipe.of_pv)
     rows, row_strides = visible_argument(visible, k.shape, k_mean)
     # Four programs on an SM, as without means: 32 bytes are spilled with blocks of 32. Untimed.
-    capped = {"maxnreg": 128} if means[3] else {}
+    capped = {"maxnreg": 128} if means.block else {}
     run(
         _quantize_kv_kernel,
         (B * H * k_scale.shape[2] * 2,),
@@ -101,7 +111,7 @@ def launch_kv(
         (*doubled(k.stride()), *doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
-         K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV, means[3]),  # tile
+         K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV, means.block),  # tile
         num_warps=4 if BLOCK_DV <= 128 else 8,  # a program has 64 rows in its registers
         **capped, **pdl_option(pdl),
     )  # fmt: skip

@@ -1,6 +1,5 @@
 """What is made of k and v before q is looked at: on CUDA by kernels, on CPU by their oracles."""
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -11,9 +10,9 @@ from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
-from sage_inductor.ops.quantize.one_pass import NO_MEANS, launch_kv, overlaps
+from sage_inductor.ops.quantize.one_pass import NO_MEANS, Means, launch_kv, overlaps
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
-from sage_inductor.ops.quantize.tail import empty_tail, launch_kv_tail
+from sage_inductor.ops.quantize.tail import launch_means, launch_tail
 from sage_inductor.ops.quantize.values import empty_v, launch_v
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference import quantize as reference
@@ -26,46 +25,33 @@ def smooth(x: Tensor) -> list[Tensor]:
     return [*reference.smooth(x)]
 
 
-def _launch(
-    run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
-    recipe: str, tail_block: int | None = None,
-) -> list[Tensor]:  # fmt: skip
-    r = decode(recipe)
-    prepare = functools.partial(launch_prepare, run, gpu, k, v, visible, r)
-    if tail_block is None:
-        return prepare().tensors()
-    prepared, tail = launch_kv_tail(k, v, visible, r, tail_block, run, prepare)
-    return [*prepared.tensors(), *tail]
-
-
 @launched_by(
-    _launch,
-    lambda k, v, _, recipe, tail_block=None: [
-        *empty_kv(k, v, recipe).tensors(),
-        *(empty_tail(k, v, decode(recipe), tail_block) if tail_block else ()),
-    ],
+    lambda run, gpu, *given: launch_prepare(run, gpu, *given[:3], decode(given[3])).tensors(),
+    lambda k, v, _, recipe: empty_kv(k, v, recipe).tensors(),
 )
-def quantize_kv(
-    k: Tensor, v: Tensor, visible: Tensor | None, recipe: str, tail_block: int | None = None
-) -> list[Tensor]:
-    """`launch_prepare`: Prepared.tensors(). With a tail_block, for which `visible` must be given,
-    Tail's four, too."""
-    r = decode(recipe)
-    prepared = reference.quantize_kv(k, v, visible, r)
-    tail = tail_block and reference.quantize_tail(k, v, prepared, visible, r, tail_block)
-    return [*prepared.tensors(), *(tail or ())]
+def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: str) -> list[Tensor]:
+    """`launch_prepare`: Prepared.tensors()."""
+    return reference.quantize_kv(k, v, visible, decode(recipe)).tensors()
 
 
 def launch_prepare(
     run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
-    recipe: Recipe, means: tuple | None = None,
+    recipe: Recipe, tail_block: int | None = None,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, where the recipe quantizes it, v [B, H, N, D_v], any strides. Rows that
     are not `visible` (uint8 [B or 1, H or 1, N]; None: all are) have no part in statistics and
-    scales, and saturate."""
+    scales, and saturate. With a tail_block, for which visible must be given, of means, too."""
+    if tail_block is None:
+        return _launch_prepare(run, gpu, k, v, visible, recipe)
+    means = launch_means(k, v, visible, recipe, tail_block, run)
+    prepared = _launch_prepare(run, gpu, k, v, visible, recipe, means)
+    return launch_tail(prepared, means, recipe, run)
+
+
+def _launch_prepare(run, gpu, k, v, visible, recipe: Recipe, means: Means = NO_MEANS) -> Prepared:
     quantizes_v, saturate = recipe.of_pv.dtype is not None, visible is not None
     if recipe.sharing.one_pass:
-        given = visible, recipe, run, overlaps(gpu), means or NO_MEANS
+        given = visible, recipe, run, overlaps(gpu), means
         return launch_kv(k, v if quantizes_v else None, *given)
     if recipe.of_pv.block_scaled:
         (k_mean, k_amax), (v_mean, v_amax) = (launch_smooth([x], visible, 1, run) for x in (k, v))

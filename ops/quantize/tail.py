@@ -1,12 +1,12 @@
-"""What stands for the keys that no block list names (SdpaCall.tail_block): of each TAIL keys, which
-count, one key and one value, their means, in the codes of k and v; and how many they are.
+"""What stands for the keys that no block list names (BlockLists.tail_block): of each TAIL keys, of
+which some count, one key and one value, their means; and how many they are.
 
-    k_tail = codes of mean(k) - k_mean     as keys.py's, but each group of 64 has a scale of its own
-    v_tail = e4m3((mean(v) - v_mean) / v_scale), or mean(v) in 16 bits
-    bias   = log2(how many count), which a score is added to: softmax then weighs them all
+    tail_k    = codes of mean(k) - k_mean     as keys.py's; 64 means share a scale
+    tail_v    = e4m3((mean(v) - v_mean) / v_scale), or mean(v) in 16 bits
+    tail_bias = log2(how many count)
 
-The kernel that quantizes k and v in one pass makes their means; elsewhere one of their own does.
-Shapes and layouts are formats.Tail's. All is within rounding of ops/reference/quantize.py.
+The kernel that quantizes k and v in one pass makes the means; elsewhere one of their own does.
+All is within rounding of ops/reference/quantize.py.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.formats import (
-    E4M3_MAX,
-    K_BLOCK,
-    PAD_N,
-    Prepared,
-    Tail,
-    pad_head_dim,
-    pad_rows,
-)
+from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, Prepared, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled, visible_argument
 from sage_inductor.ops.quantize.codes import store_means
 from sage_inductor.ops.quantize.keys import quantize_k_block
+from sage_inductor.ops.quantize.one_pass import Means
 from sage_inductor.ops.quantize.values import _load_v, _store_v
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference.quantize import of_16_bits
@@ -36,7 +29,7 @@ _FP8_MAX = tl.constexpr(E4M3_MAX)
 
 
 @triton.jit
-def _pool_tail_kernel(
+def _mean_kernel(
     X,  # [B, H, N, D] in
     Visible,  # [B or 1, H or 1, N] in, uint8: rows that count
     Mean, Count,  # as codes.store_means has them, out
@@ -62,7 +55,7 @@ def _pool_tail_kernel(
 def _quantize_tail_kernel(
     K, V,  # [B, H, T, BLOCK_D], [B, H, T, BLOCK_DV] in, fp32: means; FP8: both
     K_mean, V_scale, V_mean,  # Prepared's, in
-    K_8bit, K_scale, V_fp8,  # Tail's, out
+    K_8bit, K_scale, V_fp8,  # its tail's, out
     T2, D2, D2_V,  # doubled, as in _quantize_kv_kernel
     FP8: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, GROUPS: tl.constexpr,
     K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -89,60 +82,49 @@ def _quantize_tail_kernel(
         _store_v(x, amax, V_fp8, head, block, blocks * K_BLOCK, False, K_BLOCK, BLOCK_DV)
 
 
-def empty_tail(k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Tail:
-    """Memory for what stands for each `block` keys of k and v [B, H, N, D]."""
-    (B, H, N, D), qk, D_v = k.shape, recipe.of_qk, pad_head_dim(int(v.shape[3]))
-    T = triton.cdiv(N, block)
-    T_pad, groups = pad_rows(T), recipe.sharing.k_groups
-    of_v = (T, D_v), of_16_bits(v)
-    if recipe.of_pv.dtype is not None:
-        of_v = (D_v, T_pad), recipe.of_pv.dtype
-    return Tail(
-        k.new_empty((B, H, T_pad, pad_head_dim(int(D))), dtype=qk.dtype),
-        k.new_empty((B, H, T_pad // K_BLOCK, groups), dtype=torch.float32),
-        v.new_empty((B, H, *of_v[0]), dtype=of_v[1]),
-        k.new_empty((B, H, T_pad), dtype=torch.float32),
+def launch_means(
+    k: Tensor, v: Tensor, visible: Tensor, recipe: Recipe, block: int, run: Callable
+) -> Means:
+    """Those of each `block` rows of k and v [B, H, N, D], any strides; of the `visible` ones, as in
+    launch_prepare, as the others may hold anything. Memory for them where one pass makes them."""
+    (B, H, N, D), quantizes_v = k.shape, recipe.of_pv.dtype is not None
+    T, rows, D_v = triton.cdiv(N, block), visible_argument(visible, k.shape, k), int(v.shape[3])
+    means = Means(
+        k.new_empty((B, H, T, pad_head_dim(int(D))), dtype=torch.float32),
+        v.new_empty(
+            (B, H, T, pad_head_dim(D_v)), dtype=torch.float32 if quantizes_v else of_16_bits(v)
+        ),
+        k.new_empty((B, H, pad_rows(T)), dtype=torch.float32),
+        block,
     )
-
-
-def launch_kv_tail(
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor,
-    recipe: Recipe,
-    block: int,
-    run: Callable,
-    prepare: Callable,
-) -> tuple[Prepared, Tail]:
-    """k and v [B, H, N, D], any strides, which `prepare(means)` prepares: with means, as launch_kv
-    takes them, those too. Rows that are not `visible`, as in launch_prepare, have no part in a mean
-    and may hold anything."""
-    tail, fp8 = empty_tail(k, v, recipe, block), recipe.of_pv.dtype is not None
-    (B, H, N, D), (T_pad, BLOCK_D) = k.shape, tail.k.shape[2:]
-    T, D_v = triton.cdiv(N, block), int(v.shape[3])
-    k_means = k.new_empty((B, H, T, BLOCK_D), dtype=torch.float32)
-    v_means = k.new_empty((B, H, T, pad_head_dim(D_v)), dtype=torch.float32) if fp8 else tail.v
-    if fp8 and recipe.sharing.one_pass:
-        prepared = prepare((k_means, v_means, tail.bias, block))
-    else:
-        prepared = prepare(None)
-        rows, row_strides = visible_argument(visible, k.shape, k)
-        for x, means in ((k, k_means), (v, v_means)):
+    for x, mean in ((k, means.k), (v, means.v)):
+        if not (quantizes_v and recipe.sharing.one_pass):
             run(
-                _pool_tail_kernel,
+                _mean_kernel,
                 (B * H * triton.cdiv(N, K_BLOCK),),
-                (x, rows, means, tail.bias),
-                (*doubled(x.stride()), *row_strides,
-                 H, 2 * N, T_pad,  # shape
-                 int(x.shape[3]), block, K_BLOCK, pad_head_dim(int(x.shape[3]))),  # tile
+                (x, rows[0], mean, means.count),
+                (*doubled(x.stride()), *rows[1], H, 2 * N, pad_rows(T),  # shape
+                 int(x.shape[3]), block, K_BLOCK, int(mean.shape[3])),  # tile
             )  # fmt: skip
+    return means
+
+
+def launch_tail(prepared: Prepared, means: Means, recipe: Recipe, run: Callable) -> Prepared:
+    """prepared, of the same k and v as means, with a tail."""
+    (B, H, T, BLOCK_D), BLOCK_DV = means.k.shape, means.v.shape[3]
+    T_pad, groups, fp8 = pad_rows(T), recipe.sharing.k_groups, prepared.v is not None
+    k = means.k.new_empty((B, H, T_pad, BLOCK_D), dtype=recipe.of_qk.dtype)
+    k_scale = means.k.new_empty((B, H, T_pad // K_BLOCK, groups), dtype=torch.float32)
+    v, D_v = means.v, 0
+    if fp8:
+        v = v.new_empty((B, H, BLOCK_DV, T_pad), dtype=recipe.of_pv.dtype)
+        D_v = int(prepared.v_mean.shape[2])
     run(
         _quantize_tail_kernel,
         (B * H * (T_pad // K_BLOCK) * (1 + fp8),),
-        (k_means, v_means, prepared.k_mean, prepared.v_scale, prepared.v_mean, tail.k,
-         tail.k_scale, tail.v),
-        (2 * T, 2 * int(D), 2 * D_v,  # shape
-         fp8, recipe.of_qk.largest, recipe.rotated, recipe.sharing.k_groups,  # semantics
-         K_BLOCK, PAD_N, BLOCK_D, pad_head_dim(D_v)),  # tile
+        (means.k, means.v, prepared.k_mean, prepared.v_scale, prepared.v_mean, k, k_scale, v),
+        (2 * T, 2 * int(prepared.k_mean.shape[2]), 2 * D_v,  # shape
+         fp8, recipe.of_qk.largest, recipe.rotated, groups,  # semantics
+         K_BLOCK, PAD_N, int(BLOCK_D), int(BLOCK_DV)),  # tile
     )  # fmt: skip
-    return prepared, tail
+    return prepared._replace(tail_k=k, tail_k_scale=k_scale, tail_v=v, tail_bias=means.count)

@@ -68,10 +68,11 @@ def attention(
         x = F.pad(x, (0, k.shape[2] - n_kv), value=-math.inf)
     else:
         x, keys = _as_listed(masked(x, a.attn_mask, None, None, False, LOG2E), a)
-    listed, tail = x.shape[3], a.tail
-    if tail is not None:
-        of_tail = scores(tail.k, tail.k_scale) + tail.bias.repeat_interleave(heads, 1)[:, :, None]
-        x = torch.cat([x, torch.where(_unlisted(a), of_tail, -math.inf)], 3)
+    listed, has_tail = x.shape[3], a.tail_block is not None
+    if has_tail:
+        bias = a.tail_bias.repeat_interleave(heads, 1)[:, :, None]
+        of_tail = torch.where(_unlisted(a), scores(a.tail_k, a.tail_k_scale) + bias, -math.inf)
+        x = torch.cat([x, of_tail], 3)
     n = torch.arange(x.shape[3], device=q.device)
 
     # The running maximum at the end of a tile decides how the tile's p is rounded; what later
@@ -89,14 +90,14 @@ def attention(
     inverse = torch.where(l == 0, 0.0, divide(1.0, l))
     dtype = torch.bfloat16 if v.dtype == torch.float32 else v.dtype
     p = p.to(dtype).float() * rescale
-    if tail is not None:
+    if has_tail:
         p, p_tail = p[..., :listed], p[..., listed:]
+        v_tail = a.tail_v.float().repeat_interleave(heads, 1)
     if keys is not None:
         p = p.new_zeros(*p.shape[:3], k.shape[2]).scatter_add(3, keys, p)
     if quantized:
         o = interleave(p) @ v.float().mT
-        if tail is not None:
-            o = o + interleave(p_tail) @ tail.v.float().mT.repeat_interleave(heads, 1)
+        o = o + interleave(p_tail) @ v_tail.mT if has_tail else o
         of_v = (a.v_scale, a.v_mean)
         v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in of_v)
         o = o[..., : v_mean.shape[3]] * inverse * v_scale + torch.where(l == 0, 0.0, v_mean)
@@ -107,9 +108,8 @@ def attention(
         if a.blocks.size is not None:
             v = torch.where(listed_keys(a.blocks, n_kv)[..., None] > 0, v, 0.0)
         o = p[..., :n_kv] @ v
-        if tail is not None:
-            v = tail.v.float().repeat_interleave(heads, 1)[..., : v.shape[3]]
-            o = o + p_tail[..., : v.shape[2]] @ v
+        if has_tail:
+            o = o + p_tail[..., : v_tail.shape[2]] @ v_tail[..., : v.shape[3]]
         o = o * inverse
     lse = (m_last - (0.0 if biased else offset) + l.log2())[..., 0] / LOG2E
     return o.to(q.dtype), lse
@@ -146,18 +146,17 @@ def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
 
 
 def _unlisted(a: AttentionCall) -> Tensor:
-    """bool [B or 1, H_q or 1, N_q, T_pad]: keys of the tail in whose place a query's lists name no
-    block."""
+    """bool [B or 1, H_q or 1, N_q, T_pad]: keys of the tail for blocks that a query's lists do not
+    name."""
     (block_q, block_kv), n_q = a.blocks.size, torch.arange(a.q.shape[2], device=a.q.device)
-    blocks = -(-a.n_kv // block_kv)
+    blocks, T = -(-a.n_kv // block_kv), -(-a.n_kv // a.tail_block)
     named = n_q.new_zeros((*a.blocks.kv_num_blocks.shape, blocks + 1), dtype=torch.bool)
     for count, index in a.blocks.lists:
         place = torch.arange(index.shape[3], device=n_q.device)
         index = torch.where(place < count[..., None], index.long().clamp(0, blocks), blocks)
         named = named.scatter(3, index, True)
     found = ~named[..., :-1].repeat_interleave(block_kv // a.tail_block, 3)[:, :, n_q // block_q]
-    found = found[..., : -(-a.n_kv // a.tail_block)]
-    return F.pad(found, (0, a.tail_k.shape[2] - found.shape[3]))
+    return F.pad(found[..., :T], (0, a.tail_k.shape[2] - T))
 
 
 def _as_walked(x: Tensor, x_banded: Tensor, walk: Tensor, block_n: int) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,6 @@ from sage_inductor.ops.formats import (
     TINY,
     Format,
     Prepared,
-    Tail,
     pad_head_dim,
     pad_rows,
 )
@@ -164,9 +163,14 @@ def quantize_v_checked(
     return quantize_v(v, v_mean, amax, recipe, visible is not None)
 
 
-def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe) -> Prepared:
+def quantize_kv(
+    k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe, tail_block: int | None = None
+) -> Prepared:
     """k and, where the recipe quantizes it, v: by statistics of all rows or, in one pass, of a
-    sample."""
+    sample. With a tail_block what stands for so many keys each, too."""
+    if tail_block is not None:
+        prepared = quantize_kv(k, v, visible, recipe)
+        return prepared._replace(**_tail(k, v, prepared, visible, recipe, tail_block))
     one_pass, saturate = recipe.sharing.one_pass, visible is not None
     if recipe.of_pv.block_scaled:
         (k_mean, k_amax), (v_mean, v_amax) = smooth(k, visible), smooth(v, visible)
@@ -184,26 +188,22 @@ def quantize_kv(k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe) ->
     return Prepared(*of_k, *quantize_v(v, v_mean, v_amax, recipe, saturate), v_mean)
 
 
-def quantize_tail(
-    k: Tensor, v: Tensor, prepared: Prepared, visible: Tensor | None, recipe: Recipe, block: int
-) -> Tail:
-    """What stands for each `block` keys of k and v, from which `prepared` was made. Keys that are
-    not `visible` have no part in it."""
+def _tail(k, v, prepared: Prepared, visible, recipe: Recipe, block: int) -> dict[str, Tensor]:
     (B, H, N, _), T = k.shape, (k.shape[2] + block - 1) // block
-    shown = k.new_ones(1, 1, N) if visible is None else visible.to(k.dtype)
-    shown = F.pad(shown.float(), (0, T * block - N)).unflatten(2, (T, block))
+    shown = F.pad(visible.float(), (0, T * block - N)).unflatten(2, (T, block))
     count = shown.sum(3)
 
     def mean(x: Tensor) -> Tensor:
         x = F.pad(x.float(), (0, 0, 0, T * block - N)).unflatten(2, (T, block))
         return torch.where(shown[..., None] > 0, x, 0.0).sum(3) / count[..., None].clamp(min=1)
 
-    bias = F.pad(count.log2(), (0, pad_rows(T) - T), value=-math.inf).expand(B, H, -1).contiguous()
-    of_k = quantize_k(mean(k), prepared.k_mean, recipe)
-    if recipe.of_pv.dtype is None:
-        return Tail(*of_k, pad(mean(v), rows=False).to(of_16_bits(v)), bias)
-    of_v = prepared.v_mean, prepared.v_scale * recipe.of_pv.largest, recipe
-    return Tail(*of_k, quantize_v(mean(v), *of_v)[0], bias)
+    codes, scale = quantize_k(mean(k), prepared.k_mean, recipe)
+    of_v = pad(mean(v), rows=False).to(of_16_bits(v))
+    if prepared.v is not None:
+        by = prepared.v_mean, prepared.v_scale * recipe.of_pv.largest, recipe
+        of_v = quantize_v(mean(v), *by)[0]
+    bias = F.pad(count.log2(), (0, pad_rows(T) - T), value=-math.inf).expand(B, H, -1)
+    return dict(tail_k=codes, tail_k_scale=scale, tail_v=of_v, tail_bias=bias.contiguous())
 
 
 def interleave(x: Tensor) -> Tensor:

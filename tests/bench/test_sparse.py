@@ -200,10 +200,8 @@ def test_the_error_of_attention_with_a_tail(tail_block):
     q, k, v = torch.randn(3, 1, lists.H, 300, 64)
     blocks = lists.named(setup, "cpu")
     of = lists.lists_of(blocks, 128, 64)._asdict()
-    scale, given = 64**-0.5, dict(recipe="sage1-per-token", **of)
-    outs = [
-        support.sdpa(q, k, v, scale=scale, tail_block=n, **given)[0] for n in (None, tail_block)
-    ]
+    given = dict(scale=64**-0.5, recipe="sage1-per-token")
+    outs = [support.sdpa(q, k, v, **given, **of | {"tail_block": n})[0] for n in (None, tail_block)]
     found = [lists.error(out, q, k, v, blocks, (128, 64), tail_block) for out in outs]
     assert found[1] < 0.03 and found[0] > 0.1
 

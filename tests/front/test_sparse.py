@@ -36,10 +36,10 @@ def by_selected(q, k, v, keep, recipe=RECIPE):
     (rule,) = from_python([{"recipe": recipe, "keep": keep}])
     scale = q.shape[3] ** -0.5
     found = torch.ops.sage.select_blocks(q, k, scale, *rule.keep.arguments, *BLOCK_SIZE)
-    lists = BlockLists(*found, None, None, *BLOCK_SIZE)
-    given = dict(scale=scale, recipe=recipe, out_bnhd=False, **lists._asdict())
     tail_block = rule.keep.tail_block if rule.keep.tail else None
-    return support.sdpa(q, k, v, tail_block=tail_block, **given)[0], lists
+    lists = BlockLists(*found, None, None, *BLOCK_SIZE, tail_block)
+    out, _ = support.sdpa(q, k, v, scale=scale, recipe=recipe, out_bnhd=False, **lists._asdict())
+    return out, lists
 
 
 def rewritten(function, *inputs, keep, **given):

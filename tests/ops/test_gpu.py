@@ -36,14 +36,14 @@ from triton import knobs
 import sage_inductor
 from bench.fusion import halves, rotated_half
 from bench.tritons import ROWS
-from sage_inductor.ops import compat, gpus
+from sage_inductor.ops import compat, gpus, launch
 from sage_inductor.ops.attention.select import (
     attention,
     hopper_tile,
     select,
 )
-from sage_inductor.ops.formats import TAIL_BLOCKS, Prepared, Tail
-from sage_inductor.ops.quantize.op import quantize_kv
+from sage_inductor.ops.formats import TAIL_BLOCKS
+from sage_inductor.ops.quantize.op import launch_prepare, quantize_kv
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
@@ -134,7 +134,8 @@ def test_a_cuda_graph_replays_on_new_block_lists(tail_block):
     lists = drawn(density=1)
     check_cuda_graph(
         lambda: sdpa(
-            q, k, v, recipe="sage2-8b-per-token", tail_block=tail_block, **lists._asdict()
+            q, k, v, recipe="sage2-8b-per-token",
+            **lists._replace(tail_block=tail_block)._asdict(),
         ),
         lists[:4], [drawn(density=x)[:4] for x in (0.05, 0.3, 1)],
     )  # fmt: skip
@@ -152,18 +153,18 @@ def test_codes_of_a_tails_means_are_the_references(recipe):
             visible = (rand(B, 1, N) > 0.4).to(torch.uint8)
             visible[..., 64:200] = 0
             k[(visible == 0).expand(B, H, N)] = v[(visible == 0).expand(B, H, N)] = torch.nan
-        found = quantize_kv(k, v, visible, r.encode(), block)
-        prepared, tail = Prepared(*found[:-4]), Tail(*found[-4:])
-        expected, T = reference.quantize_tail(k, v, prepared, visible, r, block), -(-N // block)
-        assert_close(tail.bias[..., :T], expected.bias[..., :T])
-        assert_close(tail.k_scale, expected.k_scale, rtol=1e-2 if r.rotated else 2e-6, atol=1e-12)
-        check_codes(GPU, tail.k, expected.k, ..., True)
+        found = launch_prepare(launch.run, k.device, k, v, visible, r, block)
+        expected, T = reference._tail(k, v, found, visible, r, block), -(-N // block)
+        assert_close(found.tail_bias[..., :T], expected["tail_bias"][..., :T])
+        near = dict(rtol=1e-2 if r.rotated else 2e-6, atol=1e-12)
+        assert_close(found.tail_k_scale, expected["tail_k_scale"], **near)
+        check_codes(GPU, found.tail_k, expected["tail_k"], ..., True)
         if r.pv == "16bit":
-            assert_close(tail.v, expected.v)
+            assert_close(found.tail_v, expected["tail_v"])
             continue
-        where = torch.zeros(tail.v.shape, dtype=torch.bool, device="cuda")
+        where = torch.zeros(found.tail_v.shape, dtype=torch.bool, device="cuda")
         where[..., :T] = True
-        check_codes(GPU, tail.v, expected.v, reference.interleave(where), True)
+        check_codes(GPU, found.tail_v, expected["tail_v"], reference.interleave(where), True)
 
 
 @pytest.mark.parametrize("block_q", [64, 128])
@@ -177,9 +178,11 @@ def test_where_lists_name_every_block_the_tail_changes_no_bit(recipe, block_q):
     counts = torch.full_like(lists.kv_num_blocks, 47)
     given = lists._replace(kv_num_blocks=counts, kv_indices=index.contiguous())._asdict()
     expected = sdpa(q, k, v, recipe=recipe, **given)
-    assert all(map(torch.equal, sdpa(q, k, v, recipe=recipe, tail_block=64, **given), expected))
+    assert all(
+        map(torch.equal, sdpa(q, k, v, recipe=recipe, **given | {"tail_block": 64}), expected)
+    )
     counts[:, :, 1] = 5
-    found = sdpa(q, k, v, recipe=recipe, tail_block=64, **given)
+    found = sdpa(q, k, v, recipe=recipe, **given | {"tail_block": 64})
     rest = torch.arange(1000, device="cuda") // block_q != 1
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x[:, :, rest], y[:, :, rest]) and not torch.equal(x, y)

@@ -402,9 +402,8 @@ def check_lists(
     kernel, band = kernel_of(**of_kernel, size=size), BANDS.get(band, band)
     of = 1 if shared in ("batch", "both") else B, 1 if shared in ("heads", "both") else H
     lists = support.block_lists(*of, *lengths, *size, density, full, kernel.runner.device)
-    found = check_attention(
-        kernel, recipe, heads, lengths, channels, 0.1, band, mask, lists, tail_block=tail_block
-    )
+    lists = lists._replace(tail_block=tail_block)
+    found = check_attention(kernel, recipe, heads, lengths, channels, 0.1, band, mask, lists)
     return found or (NAMED[recipe].pv == "16bit" and (mask != "none" or max(channels) > 128))
 
 

@@ -4,7 +4,6 @@ Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, T blocks of the tai
 """
 
 import collections
-import functools
 import itertools
 import math
 import random
@@ -20,12 +19,11 @@ from support import relative_l2, sdpa
 from torch import Tensor
 from torch.testing import assert_close
 
-from sage_inductor.ops.attention import visible_tiles
-from sage_inductor.ops.attention.hopper import tile_lists
+from sage_inductor.ops.attention.hopper import plan, tile_lists
+from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.formats import TAIL_BLOCKS
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.quantize.op import launch_prepare
-from sage_inductor.ops.quantize.tail import launch_kv_tail
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
@@ -90,7 +88,8 @@ def test_the_tail_is_one_key_for_each_block_that_no_list_names(seed):
             hidden = ~mask.expand(2, k.shape[1], 1, N_kv)[:, :, 0]
             k[hidden], v[hidden] = draw.choice([(math.inf, math.nan), (30.0, -9.0)])
         scale = draw.choice([0.01, 0.1, -0.05])
-        given = lists._asdict() | dict(attn_mask=mask, tail_block=tail_block, scale=scale)
+        lists = lists._replace(tail_block=tail_block)
+        given = lists._asdict() | dict(attn_mask=mask, scale=scale)
         out, lse = sdpa(q, k, v, recipe=recipe, **given)
         expected, expected_lse = formula(q, k, v, scale, lists, tail_block, mask)
         empty = expected_lse == -math.inf
@@ -114,10 +113,10 @@ def test_where_a_list_names_every_block_the_tail_changes_no_bit(recipe, masked):
     lists = BlockLists(torch.full((1, 4, 3), 6).int(), index, None, None, 128, 64)
     given = dict(recipe=recipe, attn_mask=mask)
     expected = sdpa(q, k, v, **given, **lists._asdict())
-    found = sdpa(q, k, v, **given, **lists._asdict(), tail_block=32)
+    found = sdpa(q, k, v, **given, **lists._replace(tail_block=32)._asdict())
     assert all(map(torch.equal, found, expected))
     lists.kv_num_blocks[:, :, 1] = 0
-    found = sdpa(q, k, v, **given, **lists._asdict(), tail_block=64)
+    found = sdpa(q, k, v, **given, **lists._replace(tail_block=64)._asdict())
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x[:, :, :128], y[:, :, :128]) and torch.equal(
             x[:, :, 256:], y[:, :, 256:]
@@ -131,7 +130,7 @@ def test_what_is_listed_and_the_tail_are_two_parts_of_one_softmax(recipe):
     it, and name nothing."""
     q, k, v = support.qkv(1, 2, 1, 200, 700, 64)
     lists = support.block_lists(1, 2, 200, 700, 64, 64, 0.3, False)
-    a = support.attention_call(q, k, v, recipe, Visibility(blocks=lists, tail_block=64))
+    a = support.attention_call(q, k, v, recipe, Visibility(blocks=lists._replace(tail_block=64)))
     out, lse = emulation.attention(a)
     listed = emulation.attention(a._replace(tail_block=None))
     shown = emulation._unlisted(a)
@@ -175,7 +174,7 @@ def test_what_a_tail_does_not_go_with_is_refused(message):
 
 def test_what_torch_asks_of_the_op():
     q, k, v = support.qkv(1, 2, 1, 100, 150, 64)
-    given = support.arguments(q, k, v, **ONE, tail_block=64)
+    given = support.arguments(q, k, v, **ONE | {"tail_block": 64})
     utilities = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(torch.ops.sage.sdpa.default, given, test_utils=utilities)
 
@@ -203,30 +202,28 @@ def test_codes_of_the_means_are_the_references(seed):
         visible[..., -1] = 1
         hidden = (visible == 0).expand(B, H, N)
         k[hidden], v[hidden] = math.inf, math.nan
-    prepare = functools.partial(launch_prepare, support.run, NO_GPU, k, v, visible, recipe)
-    prepared, tail = launch_kv_tail(k, v, visible, recipe, block, support.run, prepare)
-    plain = prepare()
-    assert all(
-        map(torch.equal, prepared.tensors(), plain.tensors())
-    )  # codes and scales are as without
-    expected = reference.quantize_tail(k, v, prepared, visible, recipe, block)
-    T = -(-N // block)
-    for x, y in zip(tail, expected, strict=True):
+    given = support.run, NO_GPU, k, v, visible, recipe
+    plain, found = launch_prepare(*given), launch_prepare(*given, block)
+    assert all(map(torch.equal, found[:6], plain.tensors()[:6]))  # as without
+    expected, T = reference._tail(k, v, plain, visible, recipe, block), -(-N // block)
+    for name, y in expected.items():
+        x = getattr(found, name)
         assert x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous()
-    assert_close(tail.bias[..., :T], expected.bias[..., :T])
-    assert_close(tail.k_scale, expected.k_scale, rtol=2e-6, atol=1e-12)  # sums in another order
-    check_codes(None, tail.k, expected.k, ..., True)
+    assert_close(found.tail_bias[..., :T], expected["tail_bias"][..., :T])
+    # Sums in another order.
+    assert_close(found.tail_k_scale, expected["tail_k_scale"], rtol=2e-6, atol=1e-12)
+    check_codes(None, found.tail_k, expected["tail_k"], ..., True)
     if recipe.pv == "16bit":
-        assert_close(tail.v, expected.v)
+        assert_close(found.tail_v, expected["tail_v"])
     else:
-        where = torch.zeros(tail.v.shape, dtype=torch.bool)
+        where = torch.zeros(found.tail_v.shape, dtype=torch.bool)
         where[:, :, :, :T] = True
-        check_codes(None, tail.v, expected.v, reference.interleave(where), True)
+        check_codes(None, found.tail_v, expected["tail_v"], reference.interleave(where), True)
 
 
 @in_interpreter
 @seeds(24, always=8)
-def test_a_tile_reads_the_words_of_its_own_lists(seed, monkeypatch):
+def test_a_tile_reads_the_words_of_its_own_lists(seed):
     """Against brute force: which blocks of the tail each list leaves out, and how many blocks of
     keys a tile of one, two or three warpgroups reads for that."""
     draw = random.Random(seed)
@@ -243,39 +240,63 @@ def test_a_tile_reads_the_words_of_its_own_lists(seed, monkeypatch):
     lists.kv_num_blocks[every] = blocks
     a = support.attention_call(
         *(torch.zeros(B, H, n, 64) for n in (n_q, n_kv, n_kv)), "sage2-8b-per-token",
-        Visibility(blocks=lists, tail_block=tail_block),
+        Visibility(blocks=lists._replace(tail_block=tail_block)),
     )  # fmt: skip
-    chunk = draw.choice([128, 512])
-    run = lambda *of, **given: support.run(*of[:3], (*of[3][:-1], chunk), **given)  # noqa: E731
-    words = visible_tiles.launch_unlisted(a, run)
-    expected = emulation._unlisted(a).expand(B, H, -1, -1)[:, :, ::block_q]
-    bits = (words[..., :-1, None] >> torch.arange(32) & 1).bool().flatten(3)
-    assert torch.equal(bits, expected) and torch.equal(words[..., -1], expected.sum(3).int())
+    tensors, *numbers = a.list_arguments()
+    numbers, chunk = sum(map(tuple, numbers), ()), draw.choice([128, 512])
+    expected = emulation._unlisted(a).expand(B, H, -1, -1)
+    T_pad = expected.shape[3]
     for warpgroups, keys in itertools.product((1, 2, 3), (64, 128)):
-        rows = 64 * warpgroups
-        found = torch.zeros(B, H, -(-n_q // rows), dtype=torch.int32)
-        _tail_blocks_kernel[(found.shape[2], H, B)](
-            words, found, H, n_q, n_kv, rows, keys, block_q, tail_block
+        tile = Tile(64 * warpgroups, math.gcd(keys, block_kv), 4, 2, warpgroups=warpgroups)
+        of = (heads, numbers), (B, H), n_q, n_kv, (-1, -1, False), tile
+        plain, of = plan._lists(None, *of), plan._lists(None, *of, tail_block)
+        found, expected_entries = (
+            torch.full((x.made,), 85, dtype=torch.int32) for x in (of, plain)
         )
-        for b, h, m in itertools.product(*map(range, found.shape)):
-            of = expected[b, h, m * rows // block_q : -(-(m + 1) * rows // block_q)]
-            some = of.any() * triton.cdiv(triton.cdiv(n_kv, tail_block), keys)
-            assert found[b, h, m] == some
+        for x, made in ((of, found), (plain, expected_entries)):
+            x.make.kernel[x.make.grid](tensors[0], *tensors, made, *x.make.numbers[:-1], chunk)
+        room = of.strides[2] - plain.strides[2]
+        rows = zip(found.view(-1, of.strides[2]), expected_entries.view(-1, plain.strides[2]))
+        for x, y in rows:  # the words lie between what is there without them
+            whole, count = y[:2].tolist()
+            assert torch.equal(x[:2], y[:2]) and torch.equal(x[3 + room :][:whole], y[3:][:whole])
+            last = count - whole
+            assert torch.equal(x[len(x) - last :], y[len(y) - last :])
+        tiles = -(-n_q // tile.BLOCK_M)
+        counts = torch.full((B, H, tiles), 85, dtype=torch.int32)
+        words = torch.full((B, H, tiles, warpgroups, T_pad // 32), 85, dtype=torch.int32)
+        _tail_kernel[(tiles, H, B)](
+            found, counts, words, *of.strides, n_kv, tile.BLOCK_M, tile.BLOCK_N, tail_block, H,
+            T_pad // 32,
+        )  # fmt: skip
+        bits = (words[..., None] >> torch.arange(32) & 1).bool().flatten(4)
+        for b, h, m in itertools.product(*map(range, counts.shape)):
+            rows = [*range(m * tile.BLOCK_M, min(n_q, (m + 1) * tile.BLOCK_M), 64)]
+            for wg, row in enumerate(rows):
+                assert torch.equal(bits[b, h, m, wg], expected[b, h, row])
+            some = expected[b, h, rows].any()
+            of_all = triton.cdiv(triton.cdiv(n_kv, tail_block), tile.BLOCK_N)
+            assert counts[b, h, m] == some * of_all
 
 
-# Of the Hopper kernel's context what `tail_blocks` reads.
+# Of the Hopper kernel's context what `walk` and `tail_of` read.
 CONTEXT = collections.namedtuple(
-    "CONTEXT", "Unlisted H_q N_q N_kv BLOCK_M BLOCK_N BLOCK_Q TAIL_BLOCK"
+    "CONTEXT", "LISTED List stride_lb stride_lh stride_lm N_kv BLOCK_M BLOCK_N TAIL_BLOCK"
 )
 
 
 @triton.jit
-def _tail_blocks_kernel(
-    Words, Found, H, N_q, N_kv, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_Q: tl.constexpr, TAIL_BLOCK: tl.constexpr,
+def _tail_kernel(
+    List, Counts, Words, stride_lb, stride_lh, stride_lm, N_kv, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, TAIL_BLOCK: tl.constexpr, H, WORDS,
 ):  # fmt: skip
-    """Grid: (tiles, H, B)."""
+    """Grid: (tiles, H, B). Counts [B, H, tiles], Words [B, H, tiles, warpgroups, WORDS]"""
     m, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    ctx = CONTEXT(Words, H, N_q, N_kv, BLOCK_M, BLOCK_N, BLOCK_Q, TAIL_BLOCK)
-    found = tile_lists.tail_blocks(b, h, m * BLOCK_M, ctx)
-    tl.store(Found + (b * H + h) * tl.num_programs(0) + m, found)
+    ctx = CONTEXT(True, List, stride_lb, stride_lh, stride_lm, N_kv, BLOCK_M, BLOCK_N, TAIL_BLOCK)
+    first, _, _ = tile_lists.walk(b, h, m * BLOCK_M, ctx)
+    tile = (b * H + h) * tl.num_programs(0) + m
+    for wg in range(0, BLOCK_M // 64):
+        count, words = tile_lists.tail_of(first, wg, ctx)
+        tl.store(Counts + tile, count)
+        for i in range(0, WORDS):
+            tl.store(Words + (tile * (BLOCK_M // 64) + wg) * WORDS + i, tl.load(words + i))

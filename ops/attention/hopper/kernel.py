@@ -62,11 +62,11 @@ from sage_inductor.ops.attention.hopper.tile_lists import (
     block_of,
     entry_of,
     lists_of,
-    tail_blocks,
+    tail_of,
     walk,
 )
 from sage_inductor.ops.attention.large_scores import flatness
-from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL, TAIL, unlisted_of
+from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL, TAIL
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 from sage_inductor.ops.quantize.rotate import butterflies, odd_of
@@ -278,7 +278,7 @@ def _fetch(n, end, i, head_kv, tile, ctx):
         entry = 0
         if ctx.LISTED:
             last = gl.maximum(end - 1, 0)
-            entry = entry_of(tile.first_block, gl.minimum(n, last), tile.whole, ctx.stride_lm)
+            entry = entry_of(tile.first_block, gl.minimum(n, last), tile.whole, ctx)
         j, _ = block_of(tile.first_block, n, entry, 0, tile.row, ctx)
     stage, reads = i % ctx.STAGES, n < end
     bar = ctx.ring.full.index(stage)
@@ -551,7 +551,7 @@ def _attend_blocks(
         elif ctx.BOUNDED:
             block, code = block_of(tile.first_block, j, entry, wg, rows.row0, ctx)
         if ctx.LISTED and PART != TAIL:  # of the next one, which arrives meanwhile
-            entry = entry_of(tile.first_block, j + 1, tile.whole, ctx.stride_lm)
+            entry = entry_of(tile.first_block, j + 1, tile.whole, ctx)
         if ctx.OWN and PART == EDGE:
             k_scale = ctx.scale_smem.index(stage)
         else:
@@ -638,15 +638,13 @@ def _place_of(t, ctx):
 @gluon.jit
 def _begin_tile(t, wg: gl.constexpr, ctx):
     """Tile t -> b, h, h_kv, first row, q [64, BLOCK_D] of this warpgroup, and (BOUNDED) what `walk`
-    says of the tile's blocks; and how many of the tail it reads."""
+    says of the tile's blocks."""
     b, h, h_kv, row = _place_of(t, ctx)
     q = _load_q(b, h, row + wg * 64, ctx)
-    walked, of_tail = (0, 0, 0), 0
+    walked = (0, 0, 0)
     if ctx.BOUNDED:
         walked = walk(b, h, row, ctx)
-    if ctx.TAIL_BLOCK:
-        of_tail = tail_blocks(b, h, row, ctx)
-    return b, h, h_kv, row, q, walked, of_tail
+    return b, h, h_kv, row, q, walked
 
 
 @gluon.jit
@@ -706,7 +704,7 @@ def _consumer(wg: gl.constexpr, ctx):
         count, pieces, first, last = _work_items(num_tiles, blocks, ctx)
         t, begin, end = _work_item(0, count, first, last, blocks, ctx)
         items = count + pieces
-    b, h, h_kv, row, q, walked, of_tail = _begin_tile(t, wg, ctx)
+    b, h, h_kv, row, q, walked = _begin_tile(t, wg, ctx)
     if ctx.BOUNDED:
         first_block, read_whole, read_all = walked
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
@@ -719,13 +717,15 @@ def _consumer(wg: gl.constexpr, ctx):
         head_kv = b * ctx.H_kv + h_kv
         entry = 0
         if ctx.LISTED:
-            entry = entry_of(first_block, 0, read_whole, ctx.stride_lm)
+            entry = entry_of(first_block, 0, read_whole, ctx)
         m = gl.full([64], -float("inf"), gl.float32, ROW)
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
         zeros = gl.full([64, ctx.CHUNK], 0.0, gl.float32, O)
         o = (zeros, zeros, zeros, zeros) if ctx.BLOCK_DV > ctx.CHUNK else (zeros,)
         scale_row = head_kv * (ctx.N_pad // 64)
         k_scale = ctx.K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
+        if ctx.TAIL_BLOCK:  # arrives during the blocks before
+            of_tail, unnamed = tail_of(first_block, wg, ctx)
         words = ctx.Words
         if ctx.BOUNDED:
             begin = 0
@@ -759,13 +759,9 @@ def _consumer(wg: gl.constexpr, ctx):
             CODED if ctx.BOUNDED else EDGE, whole, mine, end, entry, m, l, o, wg, rows, tile, ctx
         )
         if ctx.TAIL_BLOCK:
-            words, _ = unlisted_of(
-                ctx.Unlisted, b.to(gl.int64) * ctx.H_q + h, row0, ctx.N_q, ctx.N_kv, ctx.BLOCK_Q,
-                ctx.TAIL_BLOCK,
-            )  # fmt: skip
             scale_row = head_kv * (_padded_tail(ctx) // 64)
             k_scale = ctx.K_tail_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
-            rows = Rows(row0, begin, fetched, taken, words, k_scale, q_scale)
+            rows = Rows(row0, begin, fetched, taken, unnamed, k_scale, q_scale)
             mine = end + of_tail
             _, m, l, o = _attend_blocks(TAIL, end, mine, mine, entry, m, l, o, wg, rows, tile, ctx)
             end = mine
@@ -776,9 +772,7 @@ def _consumer(wg: gl.constexpr, ctx):
             # q of the next tile; of the last one once more
             next_item = gl.minimum(item + 1, count + pieces - 1)
             next_t, next_begin, next_end = _work_item(next_item, count, first, last, blocks, ctx)
-            next_b, next_h, next_h_kv, next_row, q, next_walked, next_of_tail = _begin_tile(
-                next_t, wg, ctx
-            )
+            next_b, next_h, next_h_kv, next_row, q, next_walked = _begin_tile(next_t, wg, ctx)
             if ctx.BOUNDED:
                 first_block, read_whole, read_all = next_walked
 
@@ -793,8 +787,6 @@ def _consumer(wg: gl.constexpr, ctx):
         if not ctx.ALONE:
             begin, end = next_begin, next_end
             b, h, h_kv, row = next_b, next_h, next_h_kv, next_row
-            if ctx.TAIL_BLOCK:
-                of_tail = next_of_tail
 
 
 @gluon.jit
@@ -819,7 +811,7 @@ def _producer(ctx):
             _fetch(n, end, i, head_kv, tile, ctx)
         fetched += end - begin
         if ctx.TAIL_BLOCK:
-            of_tail = tail_blocks(b, h, row, ctx)
+            of_tail, _ = tail_of(first_block, 0, ctx)
             for j in range(of_tail):
                 ctx.ring.wait_free(fetched + j)
                 _fetch_tail(j, fetched + j, head_kv, tile, ctx)
@@ -831,9 +823,8 @@ def _hopper_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit, its last stride 1
     K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
     K_own, K_own_scale,  # if OWN: as K, and descriptor of [B * H_kv * N_pad] fp32
-    K_tail, K_tail_scale, V_tail, Bias,  # if TAIL_BLOCK: formats.Tail's, as K, K_scale and V are,
+    K_tail, K_tail_scale, V_tail, Bias,  # if TAIL_BLOCK: Prepared's, as K, K_scale and V are,
     # and a descriptor of [B * H_kv * T_pad] fp32
-    Unlisted,  # visible_tiles.launch_unlisted's
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; without the other two
     Words, List,  # tile_lists.py; if MASK, if LISTED
@@ -846,8 +837,7 @@ def _hopper_kernel(
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, ROTATED: gl.constexpr,
-    FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, OWN: gl.constexpr,
-    TAIL_BLOCK: gl.constexpr, BLOCK_Q: gl.constexpr,  # BLOCK_Q: queries of a list; if TAIL_BLOCK
+    FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, TAIL_BLOCK: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
     WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
