@@ -79,8 +79,8 @@ class BlockLists(NamedTuple):
 
     Row m names the blocks indices[..., m, :num_blocks[..., m]]. An index beyond the keys names no
     key. The number of rows may exceed what N_q takes, and the full lists may be missing.
-    tail_block: each so many keys of blocks that a row does not name are to its queries one key and
-    one value, the means of those that count, with log(how many) added to the score.
+    tail_block: each tail_block keys of blocks that a row does not name are to its queries one key
+    and one value, the means of those that count, with log(how many) added to the score.
     """
 
     kv_num_blocks: Tensor | None = None  # [B or 1, H_q or 1, M_q], int32

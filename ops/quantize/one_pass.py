@@ -24,13 +24,10 @@ from sage_inductor.ops.recipe import Recipe
 class Means(NamedTuple):
     """What a tail is made of (tail.py). T: N in blocks of as many rows; T_pad: its pad_rows."""
 
-    k: Tensor | None  # [B, H, T, D_pad] fp32
-    v: Tensor | None  # [B, H, T, D_pad] fp32; 16-bit: of k's dtype
-    count: Tensor | None  # [B, H, T_pad] fp32: log2 of how many
-    block: int  # rows of each; 0: there are none
-
-
-NO_MEANS = Means(None, None, None, 0)
+    k: Tensor  # [B, H, T, D_pad] fp32
+    v: Tensor  # [B, H, T, D_pad] fp32; 16-bit: in 16 bits
+    count: Tensor  # [B, H, T_pad] fp32: log2 of how many
+    block: int  # rows of each
 
 
 @triton.jit
@@ -84,7 +81,7 @@ def overlaps(gpu: torch.device | gpus.Gpu) -> bool:
 
 def launch_kv(
     k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe, run: Callable,
-    pdl: bool = False, means: Means = NO_MEANS,
+    pdl: bool = False, means: Means | None = None,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
     `visible` (as in `smooth`) have no part in statistics and scales and saturate.
@@ -102,16 +99,16 @@ def launch_kv(
     (k_codes, k_scale), (v_codes, v_scale) = empty_k(k, recipe), empty_v(v, recipe.of_pv)
     rows, row_strides = visible_argument(visible, k.shape, k_mean)
     # Four programs on an SM, as without means: 32 bytes are spilled with blocks of 32. Untimed.
-    capped = {"maxnreg": 128} if means.block else {}
+    capped = {"maxnreg": 128} if means else {}
     run(
         _quantize_kv_kernel,
         (B * H * k_scale.shape[2] * 2,),
         (k, v, k_mean, v_mean, v_amax, rows, beyond, k_codes, k_scale, v_codes, v_scale,
-         *means[:3]),
+         *(means or [None] * 4)[:3]),
         (*doubled(k.stride()), *doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
-         K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV, means.block),  # tile
+         K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV, means.block if means else 0),  # tile
         num_warps=4 if BLOCK_DV <= 128 else 8,  # a program has 64 rows in its registers
         **capped, **pdl_option(pdl),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
-from sage_inductor.ops.quantize.one_pass import NO_MEANS, Means, launch_kv, overlaps
+from sage_inductor.ops.quantize.one_pass import Means, launch_kv, overlaps
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.tail import launch_means, launch_tail
 from sage_inductor.ops.quantize.values import empty_v, launch_v
@@ -48,7 +48,7 @@ def launch_prepare(
     return launch_tail(prepared, means, recipe, run)
 
 
-def _launch_prepare(run, gpu, k, v, visible, recipe: Recipe, means: Means = NO_MEANS) -> Prepared:
+def _launch_prepare(run, gpu, k, v, visible, recipe, means: Means | None = None) -> Prepared:
     quantizes_v, saturate = recipe.of_pv.dtype is not None, visible is not None
     if recipe.sharing.one_pass:
         given = visible, recipe, run, overlaps(gpu), means

@@ -88,7 +88,7 @@ def launch_means(
     """Those of each `block` rows of k and v [B, H, N, D], any strides; of the `visible` ones, as in
     launch_prepare, as the others may hold anything. Memory for them where one pass makes them."""
     (B, H, N, D), quantizes_v = k.shape, recipe.of_pv.dtype is not None
-    T, rows, D_v = triton.cdiv(N, block), visible_argument(visible, k.shape, k), int(v.shape[3])
+    T, rows, D_v = (N + block - 1) // block, visible_argument(visible, k.shape, k), int(v.shape[3])
     means = Means(
         k.new_empty((B, H, T, pad_head_dim(int(D))), dtype=torch.float32),
         v.new_empty(
@@ -101,7 +101,7 @@ def launch_means(
         if not (quantizes_v and recipe.sharing.one_pass):
             run(
                 _mean_kernel,
-                (B * H * triton.cdiv(N, K_BLOCK),),
+                (B * H * ((N + K_BLOCK - 1) // K_BLOCK),),
                 (x, rows[0], mean, means.count),
                 (*doubled(x.stride()), *rows[1], H, 2 * N, pad_rows(T),  # shape
                  int(x.shape[3]), block, K_BLOCK, int(mean.shape[3])),  # tile

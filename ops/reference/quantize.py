@@ -167,7 +167,7 @@ def quantize_kv(
     k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe, tail_block: int | None = None
 ) -> Prepared:
     """k and, where the recipe quantizes it, v: by statistics of all rows or, in one pass, of a
-    sample. With a tail_block what stands for so many keys each, too."""
+    sample. With a tail_block, for which visible must be given, of means, too."""
     if tail_block is not None:
         prepared = quantize_kv(k, v, visible, recipe)
         return prepared._replace(**_tail(k, v, prepared, visible, recipe, tail_block))

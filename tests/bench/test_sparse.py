@@ -16,6 +16,7 @@ from bench.capture import attending
 from bench.trained import Size
 from sage_inductor.ops.recipe import NAMED, decode
 from sage_inductor.ops.reference.exact import how_often
+from sage_inductor.ops.sdpa import SdpaCall
 
 
 def subject():
@@ -47,7 +48,7 @@ def recorded(of, case, density=0.0):
     attention, called, op = sparse.Sparse(case, of.calls, density), [], torch.ops.sage.sdpa
 
     def record(*args):
-        called.append((decode(args[9]), args[-2]))
+        called.append((decode(args[9]), SdpaCall(*args).block_q))
         return op(*args)
 
     with mock.patch.object(torch.ops.sage, "sdpa", record), attending(attention):

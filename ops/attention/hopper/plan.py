@@ -88,9 +88,8 @@ def launch(
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
         a.decoded.rotated, keeps_max, own is not None, a.tail_block or 0,
     )  # fmt: skip
-    k_tail = v_tail = bias = None
-    if a.tail_block is not None:
-        k_tail, v_tail, bias = map(_at, plan.tail, (a.tail_k, a.tail_v, a.tail_bias))
+    of_tail = zip(plan.tail or [None] * 3, (a.tail_k, a.tail_v, a.tail_bias), strict=True)
+    k_tail, v_tail, bias = (each and _at(each, x) for each, x in of_tail)
     part = part_ml = k_own = k_own_scale = words = codes = list_ = None
     if plan.parts:
         part, part_ml = (lse.new_empty(n) for n in plan.parts)
