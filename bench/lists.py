@@ -3,6 +3,7 @@
 $ python bench/lists.py          # on a GPU about two minutes
 $ python bench/lists.py --json   # and bench/results/GPU/DATE-lists.json
 $ python bench/lists.py --layout # tokens of a video in cubes of 4 x 4 x 4: less than a minute
+$ python bench/lists.py --tail --json   # blocks that no list names have a tail; DATE-tail.json
 
 Every block of keys is named with the same probability, by every block of queries of every head on
 its own, and the one on the diagonal always. Without a probability: blocks of 64 tokens of a video,
@@ -25,9 +26,16 @@ the selection of blocks is timed
     cubes     in the order of cubes, which kernels follow
     gathered  in that order by copies of q, k and v, and of out (the call alone)
 
+--tail
+
+    tail N   lists, and a key for each N keys that no list names: BlockLists.tail_block
+    prepared, prepared N   k and v; and what the tail N reads
+    SDPA     of all keys, by cuDNN where torch prefers it
+
 Shapes: B = 1, H heads, N tokens, head_dim D.
 """
 
+import functools
 import itertools
 import math
 import sys
@@ -35,6 +43,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -42,7 +51,11 @@ from bench import harness
 from bench.measure import WRONG, Provider, Runner, interleave, relative_l1, summary
 from bench.providers import by_tile
 from bench.tables import markdown, show
+from sage_inductor.ops import launch
 from sage_inductor.ops.attention.select import attention, hopper_tile
+from sage_inductor.ops.attention_call import AttentionCall
+from sage_inductor.ops.formats import TAIL_BLOCKS
+from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import attention_call, prepare
 from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
@@ -77,28 +90,41 @@ SETUPS = [
 RECIPE = "sage2-8b-per-token"
 
 
+VIDEO = 21, 45, 80  # of Wan
+OF_LAYOUT = 0.3, 0.1  # densities
+# As sage::select_blocks makes them.
+OF_TAIL = [
+    Setup(N, 128, 64, density, False)
+    for N, density in itertools.product((32768, 75600), (0.5, 0.3, 0.1))
+]
+
+
 def main(argv=None) -> int:
     parser = harness.parser(__doc__, rounds=4, target_ms=60.0)
-    parser.add_argument("--layout", action="store_true", help="a video's tokens in cubes")
+    plans = parser.add_mutually_exclusive_group()
+    plans.add_argument("--layout", action="store_true", help="a video's tokens in cubes")
+    plans.add_argument("--tail", action="store_true", help="what a tail costs")
     args = parser.parse_args(argv)
     device = harness.gpu(args)
     torch.manual_seed(0)
-    if args.layout:
-        method = f"1 batch, {H} heads, bf16, {RECIPE}; medians of {args.rounds} rounds, in turns"
-        result = harness.Result("layout", method, args)
-        for density in (0.3, 0.1):
-            result.add([measure_layout(density, device, args.rounds, args.target_ms)])
-            show(table_of_layout(result["rows"][-1:]))
-        return result.end()
     method = (
         f"1 batch, {H} heads, bf16, {RECIPE}; median of {args.rounds} rounds of "
-        f"{args.target_ms:g} ms of CUDA graphs, in turns; time by work: the dense kernel's on the "
-        "same tile * the listed share / the kernel's by lists"
+        f"{args.target_ms:g} ms of CUDA graphs, in turns"
     )
-    result = harness.Result("lists", method, args)
-    for setup in SETUPS:
-        result.add([measure(setup, device, args.rounds, args.target_ms)])
-        show(table(result["rows"][-1:]))
+    plan, cases, of_case, table_of = "lists", SETUPS, measure, table
+    if args.layout:
+        plan, cases, of_case, table_of = "layout", OF_LAYOUT, measure_layout, table_of_layout
+    elif args.tail:
+        plan, cases, of_case, table_of = "tail", OF_TAIL, measure_tail, table_of_tails
+    else:
+        method += (
+            "; time by work: the dense kernel's on the same tile * the listed share / the kernel's "
+            "by lists"
+        )
+    result = harness.Result(plan, method, args)
+    for case in cases:
+        result.add([of_case(case, device, args.rounds, args.target_ms)])
+        show(table_of(result["rows"][-1:]))
         torch.cuda.empty_cache()
     return result.end()
 
@@ -116,6 +142,24 @@ def table(rows: list[dict]) -> str:
             str(row["N"]), str(row["D"]), f"{row['block_q']} x {row['block_kv']}",
             f"{row['density']:.0%}", f"{ms['lists']:.3f}", f"{ms['op']:.3f}", *flex,
             *(f"{x:.{n}f}" if x else "" for x, n in ((ms.get("dense"), 3), (row["per_work"], 2))),
+        ])  # fmt: skip
+    return markdown(lines)
+
+
+def table_of_tails(rows: list[dict]) -> str:
+    lines = [
+        ["N", "listed", "SDPA, ms", "dense kernel", "listed", *(f"tail {n}" for n in TAIL_BLOCKS),
+         *(f"tail {n} / dense" for n in TAIL_BLOCKS), "preparation",
+         *(f"with tail {n}" for n in TAIL_BLOCKS)],
+    ]  # fmt: skip
+    for row in rows:
+        ms = {name: each["ms"] for name, each in row["times"].items()}
+        tails = [ms[f"tail {n}"] for n in TAIL_BLOCKS]
+        lines.append([
+            str(row["N"]), f"{row['density']:.0%}",
+            *(f"{x:.3f}" for x in (ms["SDPA"], ms["dense"], ms["lists"], *tails)),
+            *(f"{(x - ms['lists']) / ms['dense']:.2%}" for x in tails),
+            *(f"{ms[x]:.3f}" for x in ("prepared", *(f"prepared {n}" for n in TAIL_BLOCKS))),
         ])  # fmt: skip
     return markdown(lines)
 
@@ -188,6 +232,50 @@ def measure(setup: Setup, device, rounds: int, target_ms: float) -> dict:
     return row
 
 
+def measure_tail(setup: Setup, device, rounds: int, target_ms: float) -> dict:
+    q, k, v = (
+        torch.randn(1, H, setup.N, setup.D, device=device, dtype=torch.bfloat16) for _ in range(3)
+    )
+    blocks = named(setup, device)
+    lists, recipe = lists_of(blocks, setup.block_q, setup.block_kv), NAMED[RECIPE]
+
+    def prepared(tail_block: int | None, q, k, v) -> AttentionCall:
+        of = Visibility(blocks=lists._replace(tail_block=tail_block))
+        made = launch_prepare(launch.run, device, k, v, of.keys(k), recipe, tail_block=tail_block)
+        return attention_call(q, k, v, made, of, setup.D**-0.5, recipe)
+
+    def of_calls(name: str, tail_block: int | None) -> dict[str, Provider]:
+        suffix = f" {tail_block}" if tail_block else ""
+        make = functools.partial(prepared, tail_block)
+        return {
+            name: Provider(name, lambda *a: attention(*a)[0], make),
+            f"prepared{suffix}": Provider("prepared", lambda *of: make(*of).k),
+        }
+
+    a = prepared(None, q, k, v)
+    dense = a._replace(**dict.fromkeys(BlockLists._fields))
+    providers = of_calls("lists", None)
+    for n in TAIL_BLOCKS:
+        providers |= of_calls(f"tail {n}", n)
+    providers["dense"] = Provider("dense", by_tile(hopper_tile(a)), lambda *_: dense)
+    providers["SDPA"] = Provider("SDPA", F.scaled_dot_product_attention)
+    runners = {name: Runner(each, [(q, k, v)]) for name, each in providers.items()}
+    rel_l1 = {}
+    for name, n in {"lists": None, **{f"tail {n}": n for n in TAIL_BLOCKS}}.items():
+        rel_l1[name] = error(runners[name].output(), q, k, v, blocks, setup[1:3], n)
+    if not max(rel_l1.values()) < WRONG:
+        sys.exit(f"wrong at {setup}: relative L1 {rel_l1}")
+    times = interleave(runners, rounds, target_ms)
+    return {
+        "plan": "tail",
+        **setup._asdict(),
+        "density": blocks.float().mean().item(),
+        "rel_l1": rel_l1,
+        "tile": str(hopper_tile(a)),
+        "times": {name: summary(each) for name, each in times.items()},
+    }
+
+
 def by_op(visibility: Visibility, perm: Tensor | None = None) -> Callable:
     recipe = NAMED[RECIPE]
 
@@ -211,18 +299,27 @@ def by_flex(lists: BlockLists, n: int) -> Callable:
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, kernel_options=tile)
 
 
-def error(out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size) -> float:
+def error(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size,
+    tail_block: int | None = None,
+) -> float:  # fmt: skip
     """Relative L1 of out's last head at 256 rows, against float64."""
     rows = torch.randint(q.shape[2], (256,), device=q.device)
-    s = q[0, -1, rows].double() @ k[0, -1].double().mT * q.shape[3] ** -0.5
-    seen = blocks[0, -1, rows // size[0]].repeat_interleave(size[1], 1)[:, : s.shape[1]]
-    exact = s.masked_fill(~seen, float("-inf")).softmax(-1) @ v[0, -1].double()
-    return relative_l1(out[0, -1, rows], exact)
+    k, v = k[0, -1].double(), v[0, -1].double()
+    seen = blocks[0, -1, rows // size[0]].repeat_interleave(size[1], 1)[:, : k.shape[0]]
+    added = torch.where(seen, 0.0, float("-inf")).double()
+    if tail_block:
+        parts = [x.split(tail_block) for x in (k, v)]
+        k, v = (torch.cat([x, torch.stack([y.mean(0) for y in of])])
+                for x, of in zip((k, v), parts, strict=True))  # fmt: skip
+        count = torch.tensor([len(x) for x in parts[0]], device=q.device)
+        of_tail = torch.where(seen[:, ::tail_block], float("-inf"), count.double().log())
+        added = torch.cat([added, of_tail], 1)
+    s = q[0, -1, rows].double() @ k.mT * q.shape[3] ** -0.5 + added
+    return relative_l1(out[0, -1, rows], s.softmax(-1) @ v)
 
 
 # -- the order of a video's tokens ----
-
-VIDEO = 21, 45, 80
 
 
 def measure_layout(density: float, device, rounds: int, target_ms: float, video=VIDEO) -> dict:

@@ -41,12 +41,17 @@ class AttentionCall(NamedTuple):
     delta: Tensor | None = None  # q is smoothed
     visible: Tensor | None = None  # Visibility.keys, where the op prepares k and v
     warpgroups: int | None = None  # a schedule: see select.py; it changes speed, not the result
-    kv_num_blocks: Tensor | None = None  # BlockLists' six, contiguous
+    kv_num_blocks: Tensor | None = None  # BlockLists' seven, contiguous
     kv_indices: Tensor | None = None
     full_kv_num_blocks: Tensor | None = None
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
+    tail_block: int | None = None
+    tail_k: Tensor | None = None  # Prepared's four
+    tail_k_scale: Tensor | None = None
+    tail_v: Tensor | None = None
+    tail_bias: Tensor | None = None
     perm: Tensor | None = None  # SdpaCall's: how q is read, out and lse are stored, and what the op
     # prepares of k and v is read. All else comes in that order, v in 16 bits, too
 
@@ -65,7 +70,7 @@ class AttentionCall(NamedTuple):
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
             out_bnhd, *visibility[:2], *visibility.band, p.v_scale, p.v_mean, p.k_blocks,
-            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks, perm=perm,
+            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks, *p[-4:], perm,
         )  # fmt: skip
 
     @property
@@ -83,6 +88,7 @@ class AttentionCall(NamedTuple):
         return CallShape(
             device, self.q.dtype, (B, H_q, N_q, int(D)), (B, H_kv, self.n_kv, int(D)),
             (B, H_kv, self.n_kv, self.head_dim_v), self.band, *of_mask, self.blocks.size,
+            self.tail_block is not None,
         )  # fmt: skip
 
     @property

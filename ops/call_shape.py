@@ -28,6 +28,7 @@ class CallShape(NamedTuple):
     mask: tuple | None = None  # attn_mask's shape
     mask_dtype: torch.dtype | None = None
     block_size: tuple[int, int] | None = None  # of lists of blocks, of queries and of keys
+    has_tail: bool = False  # means stand for the blocks that no list names
     is_flex: bool = False  # flex_attention computes it, which needs no mask for a window
     trains: bool = False  # forward and backward are timed together
 

@@ -84,6 +84,13 @@ class Prepared(NamedTuple):
     v_mean: Tensor | None = None  # [B, H, D_v] fp32
     k_blocks: Tensor | None = None  # scales of blocks [B, H, N_pad, D_pad / FP4_BLOCK], E4M3's bits
     v_blocks: Tensor | None = None  # [B, H, D_pad, N_pad / FP4_BLOCK]
+    # With a tail_block a key for each tail_block keys, the mean of those that count. T: N in such
+    # blocks, T_pad its pad_rows.
+    tail_k: Tensor | None = None  # codes [B, H, T_pad, D_pad], as k's
+    tail_k_scale: Tensor | None = None  # [B, H, T_pad / K_BLOCK, k_groups] fp32
+    tail_v: Tensor | None = None  # codes [B, H, D_pad, T_pad] as v's; 16-bit: [B, H, T, D_pad]
+    # [B, H, T_pad] fp32: log2 of how many keys it stands for; -inf for none; any from T on
+    tail_bias: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """``Prepared(*p.tensors())`` is p."""
@@ -99,6 +106,7 @@ class Prepared(NamedTuple):
 PAD_N = 128  # rows of k and v the kernels read in one tile, at most
 MAX_ROWS = 2**30 - 256  # of a sequence: twice that, rounded up to a tile, is a 32-bit number
 K_BLOCK = 64  # rows of k that a Granularity's k_groups scales cover
+TAIL_BLOCKS = (32, 64)  # keys that one key of a tail stands for
 HEAD_DIMS = (64, 128, 256)  # what the kernels compute; smaller head_dims are padded in their loads
 ROTATED = 128  # channels that a rotation mixes, at most
 OF_HALF = 2.0  # k of its half, which is what is rotated (quantize/rotate.py)

@@ -28,7 +28,7 @@ from sage_inductor.ops import compat, gpus
 from sage_inductor.ops.attention.select import attention, select
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
-from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, Prepared
+from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, TAIL_BLOCKS, Prepared
 from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
@@ -75,6 +75,7 @@ class SdpaCall(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None
     block_kv: int | None = None
+    tail_block: int | None = None
     perm: Tensor | None = None  # int32 [N], a permutation: token perm[i] is the i-th of the lists'
     # blocks (layout.py). q, k, v, out and lse are in their own order
 
@@ -121,7 +122,8 @@ def _sdpa(call: SdpaCall) -> tuple[Tensor, Tensor]:
     Returns out [B, H_q, N_q, D_v] and lse [B, H_q, N_q] (natural log, fp32, not differentiable). A
     row that sees no key is 0 and its lse -inf. Keys that attn_mask or the band hides from every
     query, and keys of blocks that no list names, may hold anything, but for those of a call with
-    `prepared`, and for those that the band hides in a block that a list names.
+    `prepared`, for those that the band hides in a block that a list names, and for those in a tail.
+    A tail_block (BlockLists) is for lists without a band, and a bool mask of keys for all queries.
     Raises ValueError or TypeError saying what must hold and what was got.
     """
     check(call)
@@ -189,6 +191,8 @@ def check(call: SdpaCall) -> None:
     math.isfinite(scale) or _refuse(f"scale must be finite, got {scale}")
     if call.blocks.size is not None:
         _check_blocks(call.blocks, q)
+    if call.tail_block is not None:
+        _check_tail(call)
     if call.perm is not None:
         _check_perm(call, call.perm)
     if prepared:
@@ -234,6 +238,21 @@ def _check_perm(call: SdpaCall, perm: Tensor) -> None:
     )
 
 
+def _check_tail(call: SdpaCall) -> None:
+    mask, size = call.attn_mask, call.tail_block
+    size in TAIL_BLOCKS or _refuse(f"tail_block must be None or of {TAIL_BLOCKS}, got {size}")
+    call.blocks.size is not None or _refuse("tail_block needs block lists, got none")
+    call.band.kind == "full" or _refuse(
+        f"tail_block needs lists without a band, which may hide some of a mean, got {call.band}"
+    )
+    of_keys = mask is None or mask.dtype == torch.bool and all(n == 1 for n in mask.shape[-3:-1])
+    of_keys or _refuse(
+        "beside tail_block attn_mask must be bool [B or 1, 1, 1, N_kv], as keys are in a mean for "
+        f"all queries, got {mask.dtype} {[*mask.shape]}"
+    )
+    call.prepared and _refuse("beside tail_block prepared must be empty: a tail is made with it")
+
+
 def _refuse(message: str) -> None:
     raise ValueError(f"sage::sdpa: {message}")
 
@@ -250,10 +269,12 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
     prepared, or Inductor may prepare them once for all, if they are constants."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
     q, k, v, prepared = call.q, call.k, call.v, None
+    if recipe.of_pv.dtype is None:
+        v = ordered(v, call.perm)
     seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
     if call.prepared:
         prepared = Prepared(*call.prepared)
-    elif recipe.of_qk.smooths_q or compat.folds_constants():
+    elif recipe.of_qk.smooths_q or (call.tail_block is None and compat.folds_constants()):
         prepared = prepare(k, v, seen, recipe, call.perm)
     how = call.scale, recipe, call.out_bnhd, call.warpgroups, call.perm
     found = attention(*attention_call(q, k, v, prepared, seen, *how))
@@ -273,8 +294,8 @@ def attention_call(
     elif recipe.of_qk.smooths_q:
         ordered_q, ordered_k = ordered(q, perm), ordered(k, perm)
         of_q = smooth_q(ordered_q, ordered_k, prepared.k_mean, visibility.keys(k))
-    if recipe.of_pv.dtype is None:
-        v = ordered(v.bfloat16() if v.dtype == torch.float32 else v, perm)
+    if recipe.of_pv.dtype is None and v.dtype == torch.float32:
+        v = v.bfloat16()
     return AttentionCall.of(
         q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups,
         perm,
@@ -309,7 +330,8 @@ def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_L
     """What the tiles of queries see of the kernel that computes the call."""
     capability = None if k.device.type == "cpu" else gpus.capability(k.device)
     head_dim = max(int(k.shape[3]), int(v.shape[3]))
-    tile = select(capability, recipe, head_dim, attn_mask is not None, blocks.size)
+    lists = blocks.size, blocks.tail_block is not None
+    tile = select(capability, recipe, head_dim, attn_mask is not None, *lists)
     return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
 
 

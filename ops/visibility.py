@@ -75,10 +75,12 @@ FULL, CAUSAL = Band(), Band(None, 0)
 
 
 class BlockLists(NamedTuple):
-    """The six arguments by which ops take it, in their order; all None: there are no lists.
+    """The seven arguments by which ops take it, in their order; all None: there are no lists.
 
     Row m names the blocks indices[..., m, :num_blocks[..., m]]. An index beyond the keys names no
     key. The number of rows may exceed what N_q takes, and the full lists may be missing.
+    tail_block: each tail_block keys of blocks that a row does not name are to its queries one key
+    and one value, the means of those that count, with log(how many) added to the score.
     """
 
     kv_num_blocks: Tensor | None = None  # [B or 1, H_q or 1, M_q], int32
@@ -87,6 +89,7 @@ class BlockLists(NamedTuple):
     full_kv_indices: Tensor | None = None
     block_q: int | None = None  # of BLOCK_SIZES, as the next
     block_kv: int | None = None
+    tail_block: int | None = None  # of TAIL_BLOCKS; None: those keys are left out
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -140,7 +143,9 @@ class Visibility(NamedTuple):
         any head of their group; None: all do."""
         code = None if self.tile_summary is None else self.tile_summary.amax(2)
         if self.blocks.size is not None:
-            named = listed_keys(self.blocks, k.shape[2])
+            named = k.new_ones((1, 1, k.shape[2]), dtype=torch.uint8)
+            if self.blocks.tail_block is None:
+                named = listed_keys(self.blocks, k.shape[2])
             code = named * (COUNTS if code is None else code)
         return None if code is None else visible_keys(code, k.shape[1])
 

@@ -57,7 +57,8 @@ class Call:
         of_mask = (None, None) if mask is None else (tuple(mask.shape), mask.dtype)
         shapes = (tuple(x.shape) for x in (q, k, v))
         is_flex = self.spelling == "flex_attention"
-        of_call = self.band, *of_mask, self.block_size, is_flex
+        has_tail = self.selection is not None and self.selection.tail
+        of_call = self.band, *of_mask, self.block_size, has_tail, is_flex
         return CallShape(q.device, self.out.dtype, *shapes, *of_call)
 
     @property

@@ -81,13 +81,14 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         perm = _order(call, asked)
         selected = emit(select, q, k, scale, *asked.arguments(*perm))
         lists = (emit(operator.getitem, selected, i) for i in range(2))
-        blocks = BlockLists(*lists, None, None, *asked.size)
+        tail_block = asked.tail_block if asked.tail else None
+        blocks = BlockLists(*lists, None, None, *asked.size, tail_block)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
         scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,
         *blocks, *perm,
     )  # fmt: skip
-    defaults = 0 if perm else 1 if blocks.size else len(blocks) + 1
+    defaults = 0 if perm else 1 if blocks.tail_block else 2 if blocks.size else len(blocks) + 1
     args = tuple(args)[: len(args) - defaults]
     if is_copied:
         written = BHND if order == BHND else BNHD

@@ -36,7 +36,7 @@ import torch
 from sage_inductor import names, stages
 from sage_inductor.names import RecipeOption, TrainingOption, is_integer
 from sage_inductor.ops import compat
-from sage_inductor.ops.formats import HEAD_DIMS
+from sage_inductor.ops.formats import HEAD_DIMS, TAIL_BLOCKS
 from sage_inductor.ops.notes import warn_once
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sparse.selector import EACH, RULES, Selection
@@ -425,6 +425,8 @@ def _keep(value) -> Selection:
         what = f"segments must be multiples of {block}{' together' * (not competes)}, as blocks "
         what += "are not padded"
         _must(all(n % block == 0 for n in lengths), what, keep.segments)
+    with _at("tail_block"):
+        _must(keep.tail or "tail_block" not in fields, "tail_block must stand beside a tail", value)
     if keep.layout is None:
         with _at("cube"):
             _must("cube" not in fields, "cube must stand beside layout", value)
@@ -497,6 +499,8 @@ _KEEP = {
         lambda x: _is_pair(x, lambda *sizes: all(n in (64, 128) for n in sizes)),
     ),
     "layout": ("[frames, rows, columns]", _is_box),
+    "tail": ("true or false", lambda x: isinstance(x, bool)),
+    "tail_block": (f"of {TAIL_BLOCKS}", lambda x: is_integer(x, 0) and x in TAIL_BLOCKS),
     "cube": (
         "[frames, rows, columns], a multiple of 64 tokens",
         lambda x: _is_box(x) and math.prod(x) % 64 == 0,

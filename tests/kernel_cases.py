@@ -36,7 +36,6 @@ from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.sdpa import prepare
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists, Visibility
 
 # -- who runs them ----
@@ -230,7 +229,8 @@ class Interpreted:
         if self.prepared is not None:
             return self.prepared(k, v, visibility.keys(k), r)
         # Stored as the kernels would.
-        return Prepared(*(x.contiguous() for x in prepare(k, v, visibility, r).tensors()))
+        found = support.prepared_of(k, v, visibility, r)
+        return Prepared(*(x if x is None else x.contiguous() for x in found))
 
     def launch(self, a: AttentionCall) -> tuple[Tensor, Tensor]:
         return support.launch_portable(a, self.tile, self.tma)

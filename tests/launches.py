@@ -336,13 +336,25 @@ def attention(
             for width in ((), (columns,))
         ]
         names = BlockLists(*tensors, *[None] * (4 - len(tensors)), 128, 128)
-        given |= names._asdict()
+        given |= names._asdict() | {"tail_block": given.get("tail_block")}
+    if prepared and (block := given.get("tail_block")):
+        T = (N_kv + f(block - 1)) // f(block)
+        T_pad = (T + f(127)) // f(128) * f(128)
+        of_v = (r.of_pv.dtype, f(pad_head_dim(D_v)), T_pad)
+        if r.pv == "16bit":
+            of_v = (dtype, T, f(pad_head_dim(D_v)))
+        given |= {
+            "tail_k": contiguous(r.of_qk.dtype, B, H_kv, T_pad, width),
+            "tail_k_scale": contiguous(torch.float32, B, H_kv, T_pad // f(64), groups),
+            "tail_v": contiguous(of_v[0], B, H_kv, *of_v[1:]),
+            "tail_bias": contiguous(torch.float32, B, H_kv, T_pad),
+        }
     if not prepared:
         k, codes = (
             tensor(dtype, x, strides(v, x)) for x in ((B, H_kv, N_kv, f(n)) for n in (D, D_v))
         )
         k_scale = v_scale = v_mean = None
-        given["visible"] = contiguous(torch.uint8, B, f(1), N_kv) if mask else None
+        given["visible"] = contiguous(torch.uint8, B, f(1), N_kv) if mask or lists else None
     if ordered:
         given["perm"] = contiguous(torch.int32, N_q)
     call = AttentionCall(
@@ -494,11 +506,31 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
     "ordered": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads",), prepared=False, ordered=True)),
     "portable_ordered": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, lists=("one",), ordered=True)),
+    "tail": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads",), tail_block=64)),
+    "tail_b16": (
+        Facts(1, 64), SHORT,
+        dict(recipe=BITS16, D=72, heads=(10, 5), lists=("one", "one"), tail_block=32),
+    ),
+    "tail_portable": (
+        Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, lists=("one",), tail_block=64, mask="keys"),
+    ),
     "band": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, left=5, right=7, bottom_right=True)),
     "all": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, prepared=False, v="chunked")),
     "all_72": (Facts(1, 64), SHORT, dict(recipe=FP8, D=72, heads=(10, 5), prepared=False, mask="keys")),
     "all_b16": (
         Facts(1, 64), SHORT, dict(recipe="sage1-rotated", D=64, prepared=False, out_bnhd=True, **CAUSAL),
+    ),
+    "all_tail": (
+        Facts(1, 64), SHORT,
+        dict(recipe=FP8, D=128, lists=("heads",), tail_block=64, prepared=False, v="chunked"),
+    ),
+    "all_tail_72": (
+        Facts(1, 64), SHORT,
+        dict(recipe="sage2-8b", D=72, D_v=64, lists=("one",), tail_block=32, prepared=False),
+    ),
+    "all_tail_b16": (
+        Facts(1, 64), SHORT,
+        dict(recipe=BITS16, D=64, lists=("one",), tail_block=64, prepared=False),
     ),
     "int4": (Facts(1, 64), SHORT, dict(recipe="sage2-4b", D=128, q="chunked", **CAUSAL)),
     "fp4": (Facts(1, 64), SHORT, dict(recipe="sage3", D=72, heads=(10, 5), mask="rows")),

@@ -22,6 +22,7 @@ from sage_inductor.ops.compile import Compilation, Launch, describe
 from sage_inductor.ops.decode_call import DecodeCall
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.launch import noted, run
+from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sdpa import SdpaCall, unsmoothed_lse
@@ -142,7 +143,7 @@ def sdpa_call(
     lists = lists_of(size, full, *lengths)._asdict()
     found = support.arguments(
         *qkv(D, dtype, lengths), False, D**-0.5, recipe, attn_mask=mask_of(mask, *lengths),
-        **lists, **given,
+        **lists | given,
     )  # fmt: skip
     return SdpaCall(*found)
 
@@ -152,7 +153,11 @@ def prepared_call(recipe: str, **given) -> AttentionCall:
     call = sdpa_call(recipe, **given).of_seen_keys()
     r, (q, k, v) = NAMED[recipe], call[:3]
     seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks)
-    prepared = of_sdpa.prepare(k, v, seen, r, call.perm)
+    if call.tail_block is None:
+        prepared = of_sdpa.prepare(k, v, seen, r, call.perm)
+    else:
+        given = dict(tail_block=call.tail_block, perm=call.perm)
+        prepared = launch_prepare(run, H200, k, v, seen.keys(k), r, **given)
     last = call.out_bnhd, call.warpgroups, call.perm
     return of_sdpa.attention_call(q, k, v, prepared, seen, call.scale, r, *last)
 

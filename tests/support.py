@@ -24,8 +24,10 @@ from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import InductorWrapper
 from sage_inductor.ops.formats import NO_QUERY, Prepared
+from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as reference
+from sage_inductor.ops.reference import quantize as reference_of
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.sdpa import attention_call as composed
 from sage_inductor.ops.sdpa import prepare
@@ -194,8 +196,19 @@ def attention_call(
     device's kernels (on CPU the reference) make of k and v."""
     r = NAMED[recipe] if isinstance(recipe, str) else recipe
     visibility = visibility or Visibility()
-    prepared = prepare(k, v, visibility, r) if prepared is None else Prepared(*prepared)
+    if prepared is None:
+        prepared = prepared_of(k, v, visibility, r)
+    prepared = Prepared(*prepared)
     return composed(q, k, v, prepared, visibility, scale, r, out_bnhd, **given)
+
+
+def prepared_of(k: Tensor, v: Tensor, visibility: Visibility, r) -> Prepared:
+    """With a tail, if there is one: no op of its own makes that."""
+    if (block := visibility.blocks.tail_block) is None:
+        return prepare(k, v, visibility, r)
+    if k.is_cuda:
+        return launch_prepare(launch.run, k.device, k, v, visibility.keys(k), r, block)
+    return reference_of.quantize_kv(k, v, visibility.keys(k), r, block)
 
 
 def run(kernel, grid, tensors, numbers, **options) -> None:

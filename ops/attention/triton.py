@@ -42,8 +42,10 @@ from sage_inductor.ops.attention.visible_tiles import (
     EDGE,
     FULL,
     LEFT_EDGE,
+    TAIL,
     heads_of,
     hide,
+    how_often,
     listed_tile,
     listed_tiles,
     tiles_in_sight,
@@ -76,6 +78,7 @@ def _attention_kernel(
     Seen,  # [B or 1, H_q or 1, tiles or 1, N_kv] uint8: mask.summarize
     Kv_count, Kv_index,  # int32 [B or 1, H_q or 1, M_q], [B or 1, H_q or 1, M_q, kv_width]
     Full_count, Full_index,  # with full_width; contiguous: BlockLists
+    K_tail, K_tail_scale, V_tail, Bias,  # Prepared's, as K, K_scale and V are; if TAIL_BLOCK
     Perm,  # int32 [N_q] or None: the order of q's blocks in the lists, and that of k and v
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     stride_qb, stride_qh, stride_qn, stride_qd,
@@ -89,6 +92,7 @@ def _attention_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
     MASK: tl.constexpr, ADDITIVE: tl.constexpr,  # MASK: 0 none, 1 one row for all, 2 a row each
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, FULL_LISTS: tl.constexpr,  # 0: no lists
+    TAIL_BLOCK: tl.constexpr,  # keys that one of the tail stands for; 0: there is none
     QK_MAX: tl.constexpr,  # of q and k: their format's largest number, which tells it
     ROTATED: tl.constexpr,  # q and k
     FP8: tl.constexpr,  # p and v
@@ -114,6 +118,7 @@ def _attention_kernel(
     MAY_BE_EMPTY: tl.constexpr = MASK > 0 or LEFT >= 0 or BOTTOM_RIGHT or LISTED
     OF_ALL: tl.constexpr = EDGE if MASK > 0 else (LEFT_EDGE if LEFT >= 0 else FULL)
     FIRST_PART: tl.constexpr = (FULL if FULL_LISTS else EDGE) if LISTED else OF_ALL
+    LAST_PART: tl.constexpr = TAIL if TAIL_BLOCK else EDGE
     num_tiles = tl.cdiv(N_q, BLOCK_M)
     head, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     if RIGHT >= 0:
@@ -166,6 +171,19 @@ def _attention_kernel(
     if not FP8:
         v_ptrs = V + b * stride_vb + h_kv * stride_vh + dv.to(tl.int64)[None, :] * stride_vd
     K_scale += head_kv * (N_pad // 64) * GROUPS
+    if TAIL_BLOCK:
+        T = tl.cdiv(N_kv, TAIL_BLOCK)
+        T_pad = tl.cdiv(T, 128) * 128
+        tail_row = head_kv * T_pad
+        K_tail_scale += tail_row // 64 * GROUPS
+        if TMA:
+            tail_row_k = tail_row.to(tl.int32)
+        else:
+            k_tail = K_tail + (tail_row + n[:, None]) * BLOCK_D + d[None, :]
+            if FP8:
+                v_tail = V_tail + (head_kv * BLOCK_DV + dv[:, None]) * T_pad + n[None, :]
+        if not FP8:
+            v_tail = V_tail + head_kv * T * BLOCK_DV + dv[None, :]
 
     # -- which tiles, and where the mask is ----
     Seen += b * stride_sb + h * stride_sh + tile.to(tl.int64) * stride_sm
@@ -188,11 +206,13 @@ def _attention_kernel(
     # 8K keys: 823 against 773 TFLOP/s).
     for _ in tl.range(0, tl.minimum(N_kv, 1), num_stages=1):
         # By lists FULL is the full blocks, EDGE the partial ones. Both may name the last block.
-        for part in tl.static_range(FIRST_PART, EDGE + 1):
+        for part in tl.static_range(FIRST_PART, LAST_PART + 1):
             if LISTED:
                 masked = MASK > 0 or (part == EDGE and (LEFT >= 0 or RIGHT >= 0))
                 lo = 0
-                if part == FULL:
+                if part == TAIL:
+                    hi = T_pad // BLOCK_N
+                elif part == FULL:
                     Listed, hi = listed_tiles(
                         Full_count, Full_index, list_row, full_width, BLOCK_KV, BLOCK_N
                     )
@@ -206,11 +226,16 @@ def _attention_kernel(
             for i in tl.range(lo, hi, num_stages=NUM_STAGES):
                 j = i
                 at = j  # a tile that is there
-                if LISTED:
+                if LISTED and part != TAIL:
                     j = listed_tile(Listed, i, N_kv, BLOCK_KV, BLOCK_N)
                     at = tl.minimum(j, N_pad // BLOCK_N - 1)
                 # -- s = q k^T, with its scales ----
-                if TMA:
+                if part == TAIL:
+                    if TMA:
+                        k = K_tail.load([tail_row_k + at * BLOCK_N, 0])
+                    else:
+                        k = tl.load(k_tail + at * (BLOCK_N * BLOCK_D))
+                elif TMA:
                     k = K.load([k_row + at * BLOCK_N, 0])
                 else:
                     k = tl.load(k_ptrs + tl.cast(at, tl.int64) * (BLOCK_N * width))
@@ -226,7 +251,8 @@ def _attention_kernel(
                     group = at * (BLOCK_N // 16) + block[:, None] * 4 + tl.arange(0, 4)[None, :]
                 else:
                     group = at * (BLOCK_N // 64) + block[:, None]
-                k_scale = tl.load(K_scale + group)  # [BLOCK_N / 64, GROUPS]
+                scales = K_tail_scale if part == TAIL else K_scale
+                k_scale = tl.load(scales + group)  # [BLOCK_N / 64, GROUPS]
                 c = q_scale[:, None, None] * k_scale[None, :, :]  # [BLOCK_M, BLOCK_N / 64, GROUPS]
                 c5 = c[:, :, None, :, None]
                 if INT4:
@@ -237,7 +263,24 @@ def _attention_kernel(
                 x = s.to(tl.float32) * c5
                 if INT4:
                     x += delta
-                if masked:
+                if part == TAIL:
+                    t = at * BLOCK_N + n
+                    first = at * BLOCK_N * TAIL_BLOCK // BLOCK_KV
+                    named = how_often(
+                        Kv_count, Kv_index, list_row, kv_width, first, tl.cdiv(N_kv, BLOCK_KV),
+                        True, BLOCK_N, 256,
+                    )  # fmt: skip
+                    if FULL_LISTS:
+                        named += how_often(
+                            Full_count, Full_index, list_row, full_width, first,
+                            tl.cdiv(N_kv, BLOCK_KV), True, BLOCK_N, 256,
+                        )  # fmt: skip
+                    free = (t < T) & (tl.gather(named, t * TAIL_BLOCK // BLOCK_KV - first, 0) == 0)
+                    free = free[None, :].broadcast_to([BLOCK_M, BLOCK_N]).reshape(x.shape)
+                    bias = tl.load(Bias + tail_row + t)[None, :].broadcast_to([BLOCK_M, BLOCK_N])
+                    x = tl.where(free, x + bias.reshape(x.shape), -float("inf"))
+                    highest = tl.max(tl.max(tl.max(tl.max(x, 4), 2), 2), 1)
+                elif masked:
                     here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
                     x = hide(
                         x, here, rows, rows - row0 + diagonal, j * BLOCK_N + n, N_q, N_kv,
@@ -285,7 +328,12 @@ def _attention_kernel(
                 if FP8:
                     p = p.reshape([BLOCK_M, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
                     p = p.reshape([BLOCK_M, BLOCK_N]).to(tl.float8e4nv)
-                    if TMA:
+                    if part == TAIL:
+                        if TMA:
+                            v = V_tail.load([v_row, at * BLOCK_N])
+                        else:
+                            v = tl.load(v_tail + at * BLOCK_N)
+                    elif TMA:
                         v = V.load([v_row, at * BLOCK_N])
                     else:
                         v = tl.load(v_ptrs + at * BLOCK_N)
@@ -294,7 +342,9 @@ def _attention_kernel(
                     acc = tl.fma(acc, alpha[:, None].broadcast_to(acc.shape), tl.dot(p, v.T))
                 else:
                     row = (j * BLOCK_N + n).to(tl.int64)[:, None]
-                    if masked or LISTED:
+                    if part == TAIL:
+                        v = tl.load(v_tail + row * BLOCK_DV, mask=row < T, other=0.0)
+                    elif masked or LISTED:
                         present = j * BLOCK_N + n < N_kv
                         if MASK > 0:  # 0 * NaN
                             present = tl.load(Seen + j * BLOCK_N + n, mask=present, other=0) != 0
@@ -327,6 +377,11 @@ def _attention_kernel(
     tl.store(Lse + head * N_q + token, lse, mask=rows < N_q)
 
 
+def _rows(x: Tensor | None, *box: int) -> TensorDescriptor | None:
+    """x [B, H, rows, columns], for TMA by such boxes of its rows."""
+    return None if x is None else TensorDescriptor.from_tensor(x.view(-1, x.shape[3]), [*box])
+
+
 def launch(
     a: AttentionCall, tile: Tile, run: Callable, tma: bool = False, **options
 ) -> tuple[Tensor, Tensor]:
@@ -340,25 +395,25 @@ def launch(
         raise ValueError(
             f"sage::attention: q_mean and delta go with INT4 k, and only that: k is {recipe.qk}"
         )
-    k, v = a.k, a.v
+    k, v, k_tail, v_tail = a.k, a.v, a.tail_k, a.tail_v
     tma = tma and k.shape[:3].numel() < 2**31  # a descriptor's rows are 32-bit numbers
     if tma:
-        k = TensorDescriptor.from_tensor(k.view(-1, width), [tile.BLOCK_N, width])
+        k, k_tail = (_rows(x, tile.BLOCK_N, width) for x in (k, k_tail))
         if fp8:
-            v = TensorDescriptor.from_tensor(v.view(-1, v.shape[3]), [v.shape[2], tile.BLOCK_N])
+            v, v_tail = (_rows(x, pad_head_dim(D_v), tile.BLOCK_N) for x in (v, v_tail))
     out, lse = a.empty_outputs()
     mask, mask_strides, mask_kind, additive = a.mask_arguments(tile.BLOCK_M)
     lists, list_strides, list_sizes = a.list_arguments()
     run(
         _attention_kernel,
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
-        (a.q, a.q_mean, a.delta, k, a.k_scale, v, a.v_scale, a.v_mean, *mask, *lists, a.perm, out,
-         lse),
+        (a.q, a.q_mean, a.delta, k, a.k_scale, v, a.v_scale, a.v_mean, *mask, *lists, k_tail,
+         a.tail_k_scale, v_tail, a.tail_bias, a.perm, out, lse),
         (*doubled(a.q.stride()), *doubled(a.v.stride()), *mask_strides, *list_strides,
          *doubled(out.stride())[:3],
          H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape
          D, D_v, a.scale_of_codes, *a.band_arguments(), mask_kind, additive, *list_sizes,
-         qk.largest, recipe.rotated, fp8,  # semantics
+         a.tail_block or 0, qk.largest, recipe.rotated, fp8,  # semantics
          sharing.q_span // sharing.q_groups, sharing.k_groups, tma,
          tile.BLOCK_M, tile.BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), tile.num_stages),  # tile
         num_warps=tile.num_warps, **options,

@@ -11,9 +11,9 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
 # The parts of a loop over tiles of keys: those that a window's left bound cuts; those in which
-# nothing is hidden; the diagonal and the last keys, or all if there is a mask; and those of which a
-# code says what is hidden (hopper/tile_lists.py).
-LEFT_EDGE, FULL, EDGE, CODED = (tl.constexpr(n) for n in range(4))
+# nothing is hidden; the diagonal and the last keys, or all if there is a mask; those of the tail;
+# and those of which a code says what is hidden (hopper/tile_lists.py).
+LEFT_EDGE, FULL, EDGE, TAIL, CODED = (tl.constexpr(n) for n in range(5))
 
 
 @triton.jit
@@ -120,3 +120,20 @@ def hide(
             keep = keep & (a != 0)
     keep = keep.broadcast_to([BLOCK_M, BLOCK_N])
     return tl.where(keep.reshape(x.shape), x, -float("inf"))
+
+
+@triton.jit
+def how_often(
+    Counts, Indices, row, width, start, blocks, here, CHUNK: tl.constexpr, READ: tl.constexpr
+):  # fmt: skip
+    """How often the row-th list of the caller's names each of CHUNK blocks from start. An index
+    beyond the keys names none. A count beyond the list's width is the width. here: there is such a
+    row."""
+    count = tl.minimum(tl.load(Counts + row, here, 0), width)
+    found = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, count, READ):
+        n = first + tl.arange(0, READ)
+        block = tl.maximum(tl.load(Indices + row * width + n, n < count, blocks), 0)
+        inside = (start <= block) & (block < tl.minimum(start + CHUNK, blocks))
+        found += tl.histogram(tl.where(inside, block - start, 0), CHUNK, inside)
+    return found

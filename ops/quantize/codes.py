@@ -43,3 +43,19 @@ def saturate(x, amax):
     """x within +-amax, where amax is a number; NaN becomes a number too."""
     saturated = tl.minimum(tl.maximum(x, -amax), amax)
     return tl.where(amax == amax, saturated, x)
+
+
+@triton.jit
+def store_means(
+    x, shown, Mean, Count, head, block, T, T_pad, TAIL: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """x [rows, BLOCK_D], the block-th such rows of a head -> of each TAIL of them the mean of those
+    that are `shown` [rows], Mean [B, H, T, BLOCK_D], and log2 of how many, Count [B, H, T_pad]."""
+    PARTS: tl.constexpr = x.shape[0] // TAIL
+    x = tl.where(shown[:, None], x.to(tl.float32), 0.0).reshape([PARTS, TAIL, BLOCK_D])
+    count = tl.sum(shown.to(tl.int32).reshape([PARTS, TAIL]), 1).to(tl.float32)
+    mean = tl.sum(x, 1) / tl.maximum(count, 1.0)[:, None]
+    t, d = block * PARTS + tl.arange(0, PARTS), tl.arange(0, BLOCK_D)
+    out = Mean + (head * T + t)[:, None] * BLOCK_D + d[None, :]
+    tl.store(out, mean.to(Mean.dtype.element_ty), mask=(t < T)[:, None])
+    tl.store(Count + head * T_pad + t, tl.log2(count), mask=t < T)

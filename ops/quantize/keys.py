@@ -22,7 +22,7 @@ from sage_inductor.ops.compat import gdc_wait
 from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
 from sage_inductor.ops.layout import token_of
-from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, to_8bit
+from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, store_means, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 from sage_inductor.ops.recipe import Recipe
 
@@ -46,8 +46,10 @@ def quantize_k_block(
     K, K_mean, visible, Perm, K_8bit, K_scale, stride_n, stride_d, head, block, blocks, N, channels,
     MASK: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    Mean=None, Count=None, T=0, T_pad=0, TAIL: tl.constexpr = 0,
 ):  # fmt: skip
-    """K_BLOCK rows of a head, the block-th of `blocks`; K and visible point to its first row."""
+    """K_BLOCK rows of a head, the block-th of `blocks`; K and visible point to its first row. With
+    TAIL `store_means` of them, too."""
     n = block * K_BLOCK + tl.arange(0, K_BLOCK)
     d = tl.arange(0, BLOCK_D)
     mask = (n < N)[:, None] & (d < channels)[None, :]
@@ -55,6 +57,9 @@ def quantize_k_block(
     x = tl.load(x, mask=mask, other=0.0)
     if PDL:
         gdc_wait()
+    if TAIL:
+        counts = tl.load(visible + n, mask=n < N, other=0) != 0
+        store_means(x, counts, Mean, Count, head, block, T, T_pad, TAIL, BLOCK_D)
     mean = tl.load(K_mean + head * channels + d, mask=d < channels, other=0.0)
     x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
     if ROTATED:

@@ -5,6 +5,7 @@ blocks of k and v; and the heads of v again that have rows beyond the estimated 
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +21,15 @@ from sage_inductor.ops.quantize.values import empty_v, quantize_v_again_kernel, 
 from sage_inductor.ops.recipe import Recipe
 
 
+class Means(NamedTuple):
+    """What a tail is made of (tail.py). T: N in blocks of as many rows; T_pad: its pad_rows."""
+
+    k: Tensor  # [B, H, T, D_pad] fp32
+    v: Tensor  # [B, H, T, D_pad] fp32; 16-bit: in 16 bits
+    count: Tensor  # [B, H, T_pad] fp32: log2 of how many
+    block: int  # rows of each
+
+
 @triton.jit
 def _quantize_kv_kernel(
     K, V,  # [B, H, N, D], [B, H, N, D_V] in
@@ -29,12 +39,14 @@ def _quantize_kv_kernel(
     Beyond,  # [B, H] in, int32: zeros; out: 1 where a row of v is beyond V_amax
     K_8bit, K_scale,  # [B, H, N_pad, BLOCK_D], [B, H, N_pad / K_BLOCK] out
     V_fp8, V_scale,  # [B, H, BLOCK_DV, N_pad], [B, H, D_V] out
+    K_tail, V_tail, Count,  # as codes.store_means has them; if TAIL
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_visible_b, stride_visible_h,
     H, N2, D2, D2_V,  # doubled, as above
     MASK: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
     K_BLOCK: tl.constexpr, PAD_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (B * H * num_blocks * 2,). K_BLOCK rows of one head, of k and of v in turn: 128 rows of
     v take the registers of another program."""
@@ -45,17 +57,21 @@ def _quantize_kv_kernel(
     blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     head, block = pid // 2 // blocks, pid // 2 % blocks
     visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
+    T, T_pad = 0, 0
+    if TAIL:
+        T = tl.cdiv(N, TAIL)
+        T_pad = tl.cdiv(T, PAD_N) * PAD_N
     if pid % 2 == 0:
         quantize_k_block(
             K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, Perm, K_8bit,
             K_scale, stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, ROTATED,
-            1, PDL, K_BLOCK, BLOCK_D,
+            1, PDL, K_BLOCK, BLOCK_D, K_tail, Count, T, T_pad, TAIL,
         )  # fmt: skip
     else:
         quantize_v_block(
             V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Perm,
             Beyond, V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
-            MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV,
+            MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV, V_tail, Count, T, T_pad, TAIL,
         )  # fmt: skip
 
 
@@ -66,12 +82,13 @@ def overlaps(gpu: torch.device | gpus.Gpu) -> bool:
 
 def launch_kv(
     k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe, run: Callable,
-    pdl: bool = False, perm: Tensor | None = None,
+    pdl: bool = False, means: Means | None = None, perm: Tensor | None = None,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
     `visible` (as in `smooth`) have no part in statistics and scales and saturate. perm: the order
     of the codes and of visible (layout.py).
 
+    means: where those of k and v go, if visible is given.
     pdl: each kernel starts while the one before it ends (programmatic dependent launch, from sm_90
     on), and the second reads its rows while the first estimates."""
     k_mean, _, *of_v, beyond = launch_estimate(
@@ -85,16 +102,19 @@ def launch_kv(
     BLOCK_DV = pad_head_dim(D_v)
     (k_codes, k_scale), (v_codes, v_scale) = empty_k(k, recipe), empty_v(v, recipe.of_pv)
     rows, row_strides = visible_argument(visible, k.shape, k_mean)
+    # Four programs on an SM, as without means: 32 bytes are spilled with blocks of 32. Untimed.
+    capped = {"maxnreg": 128} if means else {}
     run(
         _quantize_kv_kernel,
         (B * H * k_scale.shape[2] * 2,),
-        (k, v, k_mean, v_mean, v_amax, rows, perm, beyond, k_codes, k_scale, v_codes, v_scale),
+        (k, v, k_mean, v_mean, v_amax, rows, perm, beyond, k_codes, k_scale, v_codes, v_scale,
+         *(means or [None] * 4)[:3]),
         (*doubled(k.stride()), *doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
-         K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV),  # tile
+         K_BLOCK, PAD_N, pad_head_dim(D), BLOCK_DV, means.block if means else 0),  # tile
         num_warps=4 if BLOCK_DV <= 128 else 8,  # a program has 64 rows in its registers
-        **pdl_option(pdl),
+        **capped, **pdl_option(pdl),
     )  # fmt: skip
     run(
         quantize_v_again_kernel,

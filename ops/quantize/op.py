@@ -11,8 +11,9 @@ from sage_inductor.ops.launch import run
 from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
-from sage_inductor.ops.quantize.one_pass import launch_kv, overlaps
+from sage_inductor.ops.quantize.one_pass import Means, launch_kv, overlaps
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
+from sage_inductor.ops.quantize.tail import launch_means, launch_tail
 from sage_inductor.ops.quantize.values import empty_v, launch_v
 from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference import quantize as reference
@@ -28,7 +29,7 @@ def smooth(x: Tensor, perm: Tensor | None = None) -> list[Tensor]:
 
 @launched_by(
     lambda run, gpu, k, v, visible, recipe, perm=None: launch_prepare(
-        run, gpu, k, v, visible, decode(recipe), perm
+        run, gpu, k, v, visible, decode(recipe), perm=perm
     ).tensors(),
     lambda k, v, _, recipe, perm=None: empty_kv(k, v, recipe).tensors(),
 )
@@ -36,20 +37,33 @@ def quantize_kv(
     k: Tensor, v: Tensor, visible: Tensor | None, recipe: str, perm: Tensor | None = None
 ) -> list[Tensor]:
     """`launch_prepare`: Prepared.tensors()."""
-    return reference.quantize_kv(k, v, visible, decode(recipe), perm).tensors()
+    return reference.quantize_kv(k, v, visible, decode(recipe), perm=perm).tensors()
 
 
 def launch_prepare(
     run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
-    recipe: Recipe, perm: Tensor | None = None,
+    recipe: Recipe, tail_block: int | None = None, perm: Tensor | None = None,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, where the recipe quantizes it, v [B, H, N, D_v], any strides. Rows that
     are not `visible` (uint8 [B or 1, H or 1, N]; None: all are) have no part in statistics and
-    scales, and saturate. perm: the order of what is made, and of visible (layout.py); 4 x 4 bits
-    have none."""
+    scales, and saturate. With a tail_block, for which visible must be given, of means, too. perm:
+    the order of what is made, and of visible (layout.py), in which a v of 16 bits is already; 4 x 4
+    bits have none."""
+    if tail_block is None:
+        return _launch_prepare(run, gpu, k, v, visible, recipe, None, perm)
+    means = launch_means(k, v, visible, recipe, tail_block, run, perm)
+    prepared = _launch_prepare(run, gpu, k, v, visible, recipe, means, perm)
+    return launch_tail(prepared, means, recipe, run)
+
+
+def _launch_prepare(
+    run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
+    recipe: Recipe, means: Means | None, perm: Tensor | None,
+) -> Prepared:  # fmt: skip
     quantizes_v, saturate = recipe.of_pv.dtype is not None, visible is not None
     if recipe.sharing.one_pass:
-        return launch_kv(k, v if quantizes_v else None, visible, recipe, run, overlaps(gpu), perm)
+        given = visible, recipe, run, overlaps(gpu), means, perm
+        return launch_kv(k, v if quantizes_v else None, *given)
     if recipe.of_pv.block_scaled:
         (k_mean, k_amax), (v_mean, v_amax) = (launch_smooth([x], visible, 1, run) for x in (k, v))
         k_codes, k_blocks, k_scale = launch_nvfp4(k, k_mean, k_amax, False, saturate, run)

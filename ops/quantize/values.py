@@ -29,7 +29,7 @@ from sage_inductor.ops.formats import (
 )
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.layout import token_of
-from sage_inductor.ops.quantize.codes import abs_bits, saturate
+from sage_inductor.ops.quantize.codes import abs_bits, saturate, store_means
 from sage_inductor.ops.recipe import Recipe
 
 _FP8_MAX = tl.constexpr(E4M3_MAX)
@@ -75,13 +75,18 @@ def quantize_v_block(
     blocks, N2, channels,
     MASK: tl.constexpr, SATURATE: tl.constexpr, CHECK: tl.constexpr, PDL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    Mean=None, Count=None, T=0, T_pad=0, TAIL: tl.constexpr = 0,
 ):  # fmt: skip
     """BLOCK_N rows of a head, the block-th of `blocks`; V and visible point to its first row. With
-    CHECK, Beyond of the head becomes 1 where V_amax is too small for any of them."""
+    TAIL `store_means` of them, too. With CHECK, Beyond of the head becomes 1 where V_amax is too
+    small for any of them."""
     d = tl.arange(0, BLOCK_D)
     x, n, mask = _load_v(V, Perm, stride_n, stride_d, block, N2, channels, BLOCK_N, BLOCK_D)
     if PDL:
         gdc_wait()
+    if TAIL:  # rows in another order, but within sixteens
+        counts = tl.load(visible + n, mask=2 * n < N2, other=0) != 0
+        store_means(x, counts, Mean, Count, head, block, T, T_pad, TAIL, BLOCK_D)
     amax = tl.load(V_amax + head * channels + d, mask=d < channels, other=1.0)
     amax = tl.where(amax < _TINY, _TINY, amax)
     mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)

@@ -43,19 +43,23 @@ def attention(
     quantized, scale, offset = pv.dtype is not None, a.scale_of_codes, math.log2(pv.largest)
     heads, N_q = q.shape[1] // k.shape[1], q.shape[2]
     k = unpack(k) if recipe.of_qk.packed == 2 else k
-    k, k_scale, v = (x.repeat_interleave(heads, 1) for x in (k, a.k_scale, v))
+    v = v.repeat_interleave(heads, 1)
     q_smooth = q
     if a.q_mean is not None:
         q_smooth = q.float() - a.q_mean.float().repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
     q_8bit, q_scale = quantize_q(q_smooth * math.copysign(1.0, scale), recipe)
     q_scale = q_scale * (abs(scale) * LOG2E)
 
-    n = torch.arange(k.shape[2], device=q.device)
-    groups = k_scale.shape[3]
-    of_block = n % K_BLOCK if groups == K_BLOCK else n % 8 // 2 % groups
-    k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + of_block]
-    s = q_8bit.float() @ k[..., : q_8bit.shape[3]].float().mT  # [B, H_q, N_q, N_pad]; INT8: exact
-    x = s * (q_scale * k_scale[:, :, None])
+    def scores(k: Tensor, k_scale: Tensor) -> Tensor:
+        """[B, H_q, N_q, N_pad], in log2 units."""
+        n, groups = torch.arange(k.shape[2], device=q.device), k_scale.shape[3]
+        k, k_scale = (x.repeat_interleave(heads, 1) for x in (k, k_scale))
+        of_block = n % K_BLOCK if groups == K_BLOCK else n % 8 // 2 % groups
+        k_scale = k_scale.flatten(2)[:, :, n // K_BLOCK * groups + of_block]
+        s = q_8bit.float() @ k[..., : q_8bit.shape[3]].float().mT  # INT8: exact
+        return s * (q_scale * k_scale[:, :, None])
+
+    x = scores(k, a.k_scale)
     if a.delta is not None:
         delta = a.delta.float() * (scale * LOG2E)
         x = x + delta.repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
@@ -63,13 +67,17 @@ def attention(
     if walk is not None:
         x = masked(x, a.attn_mask, None, None, False, LOG2E)
         x, keys = _as_walked(x, masked(x, None, *a.band), walk, block_n)
-        n = torch.arange(x.shape[3], device=q.device)
     elif a.blocks.size is None:
         keys, x = None, masked(x, a.attn_mask, *a.band, LOG2E)
-        x = F.pad(x, (0, n.shape[0] - n_kv), value=-math.inf)
+        x = F.pad(x, (0, k.shape[2] - n_kv), value=-math.inf)
     else:
         x, keys = _as_listed(masked(x, a.attn_mask, None, None, False, LOG2E), a)
-        n = torch.arange(x.shape[3], device=q.device)
+    listed, has_tail = x.shape[3], a.tail_block is not None
+    if has_tail:
+        bias = a.tail_bias.repeat_interleave(heads, 1)[:, :, None]
+        of_tail = torch.where(_unlisted(a), scores(a.tail_k, a.tail_k_scale) + bias, -math.inf)
+        x = torch.cat([x, of_tail], 3)
+    n = torch.arange(x.shape[3], device=q.device)
 
     # The running maximum at the end of a tile decides how the tile's p is rounded; what later
     # tiles do to the accumulator is an exact rescaling. A row that has seen nothing has no maximum.
@@ -86,10 +94,14 @@ def attention(
     inverse = torch.where(l == 0, 0.0, divide(1.0, l))
     dtype = torch.bfloat16 if v.dtype == torch.float32 else v.dtype
     p = p.to(dtype).float() * rescale
+    if has_tail:
+        p, p_tail = p[..., :listed], p[..., listed:]
+        v_tail = a.tail_v.float().repeat_interleave(heads, 1)
     if keys is not None:
         p = p.new_zeros(*p.shape[:3], k.shape[2]).scatter_add(3, keys, p)
     if quantized:
         o = interleave(p) @ v.float().mT
+        o = o + interleave(p_tail) @ v_tail.mT if has_tail else o
         of_v = (a.v_scale, a.v_mean)
         v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in of_v)
         o = o[..., : v_mean.shape[3]] * inverse * v_scale + torch.where(l == 0, 0.0, v_mean)
@@ -99,7 +111,10 @@ def attention(
             v = torch.where((a.tile_summary > 0).any(2)[..., None], v, 0.0)
         if a.blocks.size is not None:
             v = torch.where(listed_keys(a.blocks, n_kv)[..., None] > 0, v, 0.0)
-        o = p[..., :n_kv] @ v * inverse
+        o = p[..., :n_kv] @ v
+        if has_tail:
+            o = o + p_tail[..., : v_tail.shape[2]] @ v_tail[..., : v.shape[3]]
+        o = o * inverse
     lse = (m_last - (0.0 if biased else offset) + l.log2())[..., 0] / LOG2E
     return o.to(q.dtype), lse
 
@@ -132,6 +147,20 @@ def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
         key = torch.where(names, key, 0).expand(*x.shape[:3], -1)
         listed.append((each.gather(3, key).masked_fill(~names, -math.inf), key))
     return tuple(torch.cat(each, 3) for each in zip(*listed, strict=True))
+
+
+def _unlisted(a: AttentionCall) -> Tensor:
+    """bool [B or 1, H_q or 1, N_q, T_pad]: keys of the tail for blocks that a query's lists do not
+    name."""
+    (block_q, block_kv), n_q = a.blocks.size, torch.arange(a.q.shape[2], device=a.q.device)
+    blocks, T = -(-a.n_kv // block_kv), -(-a.n_kv // a.tail_block)
+    named = n_q.new_zeros((*a.blocks.kv_num_blocks.shape, blocks + 1), dtype=torch.bool)
+    for count, index in a.blocks.lists:
+        place = torch.arange(index.shape[3], device=n_q.device)
+        index = torch.where(place < count[..., None], index.long().clamp(0, blocks), blocks)
+        named = named.scatter(3, index, True)
+    found = ~named[..., :-1].repeat_interleave(block_kv // a.tail_block, 3)[:, :, n_q // block_q]
+    return F.pad(found[..., :T], (0, a.tail_k.shape[2] - T))
 
 
 def _as_walked(x: Tensor, x_banded: Tensor, walk: Tensor, block_n: int) -> tuple[Tensor, Tensor]:

@@ -164,12 +164,18 @@ def quantize_v_checked(
 
 
 def quantize_kv(
-    k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe, perm: Tensor | None = None
-) -> Prepared:
+    k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe, tail_block: int | None = None,
+    perm: Tensor | None = None,
+) -> Prepared:  # fmt: skip
     """k and, where the recipe quantizes it, v: by statistics of all rows or, in one pass, of a
-    sample. perm: the order of what is made, and of visible."""
+    sample. With a tail_block, for which visible must be given, of means, too. perm: the order of
+    what is made, and of visible, in which a v of 16 bits is already."""
     if perm is not None:
-        k, v = (x.index_select(2, perm) for x in (k, v))
+        k = k.index_select(2, perm)
+        v = v if recipe.of_pv.dtype is None else v.index_select(2, perm)
+    if tail_block is not None:
+        prepared = quantize_kv(k, v, visible, recipe)
+        return prepared._replace(**_tail(k, v, prepared, visible, recipe, tail_block))
     one_pass, saturate = recipe.sharing.one_pass, visible is not None
     if recipe.of_pv.block_scaled:
         (k_mean, k_amax), (v_mean, v_amax) = smooth(k, visible), smooth(v, visible)
@@ -185,6 +191,24 @@ def quantize_kv(
         return Prepared(*of_k, *quantize_v_checked(v, v_mean, v_amax, recipe, visible), v_mean)
     v_mean, v_amax = smooth(v, visible, keep=False)
     return Prepared(*of_k, *quantize_v(v, v_mean, v_amax, recipe, saturate), v_mean)
+
+
+def _tail(k, v, prepared: Prepared, visible, recipe: Recipe, block: int) -> dict[str, Tensor]:
+    (B, H, N, _), T = k.shape, (k.shape[2] + block - 1) // block
+    shown = F.pad(visible.float(), (0, T * block - N)).unflatten(2, (T, block))
+    count = shown.sum(3)
+
+    def mean(x: Tensor) -> Tensor:
+        x = F.pad(x.float(), (0, 0, 0, T * block - N)).unflatten(2, (T, block))
+        return torch.where(shown[..., None] > 0, x, 0.0).sum(3) / count[..., None].clamp(min=1)
+
+    codes, scale = quantize_k(mean(k), prepared.k_mean, recipe)
+    of_v = pad(mean(v), rows=False).to(of_16_bits(v))
+    if prepared.v is not None:
+        by = prepared.v_mean, prepared.v_scale * recipe.of_pv.largest, recipe
+        of_v = quantize_v(mean(v), *by)[0]
+    bias = F.pad(count.log2(), (0, pad_rows(T) - T), value=-math.inf).expand(B, H, -1)
+    return dict(tail_k=codes, tail_k_scale=scale, tail_v=of_v, tail_bias=bias.contiguous())
 
 
 def interleave(x: Tensor) -> Tensor:

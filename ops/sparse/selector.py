@@ -65,7 +65,7 @@ class Rule(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-EACH = "dense", "blocks", "layout", "cube"
+EACH = "dense", "blocks", "layout", "cube", "tail", "tail_block"
 RULES = {
     "pooled": Rule(BLOCK_SIZE, ("top_k", "top_p"), ("similarity", "dense_first", "dense_last")),
     "sla": Rule(BLOCK_SIZE, ("top_k", "sparsity"), ("scores",)),
@@ -97,6 +97,8 @@ class Selection(NamedTuple):
     blocks: tuple[int, int] | None = None  # queries and keys of a block; None: the rule's
     layout: tuple[int, int, int] | None = None  # T, H, W of the video between dense tokens
     cube: tuple[int, int, int] = (4, 4, 4)  # of tokens that follow each other then (ops/layout.py)
+    tail: bool = False  # means of tail_block keys stand for the blocks that are not kept
+    tail_block: int = 64  # of formats.TAIL_BLOCKS
 
     def given(self) -> float | dict:
         """As a policy says it: the fields that are not the defaults, or top_k alone."""
@@ -138,7 +140,7 @@ class Selection(NamedTuple):
         """What ``sage::select_blocks`` takes after scale, with the order by layout and cube where
         there is one; ours are as they were in old programs."""
         ours = Selection._fields[:5]
-        usual = {x: self._field_defaults[x] for x in (*ours, "blocks", "layout", "cube")}
+        usual = {x: self._field_defaults[x] for x in (*ours, *EACH[1:])}
         others = self._replace(**usual).given()
         return *self[:5], *self.size, *([json.dumps(others)] if others or perm else []), *perm
 

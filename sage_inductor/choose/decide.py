@@ -76,7 +76,8 @@ def decide(call: Call, settings: Settings) -> Decision:
     call = dataclasses.replace(call, selection=selection)
     if training != OFF and call.out.requires_grad and not settings.portable:
         return _trained(call, shape._replace(trains=True), settings, training)
-    shape = shape._replace(block_size=call.block_size)
+    if selection is not None:
+        shape = shape._replace(block_size=call.block_size, has_tail=selection.tail)
     unselected = eligible.why_not_selected(call) if selection is not None else None
     found = Decision(None, unselected) if unselected else _recipe(call, shape, settings, wanted)
     kept = f"; keep {selection.given()}" if selection is not None and not unselected else ""

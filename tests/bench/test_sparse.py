@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
 
@@ -367,6 +368,28 @@ def test_near_blocks_of_a_video():
     near = lists.near("cpu")
     assert near.shape == (960, 960) and near.diagonal().all() and torch.equal(near, near.T)
     assert near[0].sum() == 2 * 3 * 4 and near[240 + 6 * 20 + 10].sum() == 3 * 5 * 7
+
+
+@pytest.mark.parametrize("tail_block", [32, 64])
+def test_the_error_of_attention_with_a_tail(tail_block):
+    setup = lists.Setup(300, 128, 64, 0.4, False, 64)
+    q, k, v = torch.randn(3, 1, lists.H, 300, 64)
+    blocks = lists.named(setup, "cpu")
+    of = lists.lists_of(blocks, 128, 64)._asdict()
+    given = dict(scale=64**-0.5, recipe="sage1-per-token")
+    outs = [support.sdpa(q, k, v, **given, **of | {"tail_block": n})[0] for n in (None, tail_block)]
+    found = [lists.error(out, q, k, v, blocks, (128, 64), tail_block) for out in outs]
+    assert found[1] < 0.03 and found[0] > 0.1
+
+
+def test_a_row_of_what_a_tail_costs():
+    names = "SDPA", "dense", "lists", "tail 32", "tail 64", "prepared", "prepared 32", "prepared 64"
+    times = {name: {"ms": n + 1.0} for n, name in enumerate(names)}
+    (row,) = lists.table_of_tails([{"N": 300, "density": 0.31, "times": times}]).splitlines()[2:]
+    assert [x.strip() for x in row.strip("|").split("|")] == [
+        "300", "31%", "1.000", "2.000", "3.000", "4.000", "5.000", "50.00%", "100.00%", "6.000",
+        "7.000", "8.000",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", [False, True])

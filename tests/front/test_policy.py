@@ -159,10 +159,13 @@ size, dense = st.sampled_from([64, 128]), st.tuples(st.integers(-99, -1), st.non
 sizes = st.tuples(*[st.integers(1, 99)] * 3)
 cubes = st.sampled_from([(4, 4, 4), (1, 8, 8), (4, 8, 8)])
 boxes = st.just({}) | st.fixed_dictionaries({"layout": sizes, "cube": cubes})
+tails = st.just({}) | st.fixed_dictionaries(
+    {"tail": st.just(True)}, optional={"tail_block": st.sampled_from([32, 64])}
+)
 of_each = dict(blocks=st.none() | st.tuples(size, size), dense=st.lists(dense).map(tuple))
 scores = st.sampled_from(["as_trained", "fp32"])
 selections = st.builds(
-    lambda of_rule, of_each, box: Selection(**of_rule, **of_each, **box),
+    lambda of_rule, of_each, box, tail: Selection(**of_rule, **of_each, **box, **tail),
     st.fixed_dictionaries({
         "top_k": fraction, "top_p": fraction, "similarity": fraction, "dense_first": tokens,
         "dense_last": tokens,
@@ -170,14 +173,14 @@ selections = st.builds(
     | st.fixed_dictionaries({"rule": st.just("sla"), "sparsity": fraction, "scores": scores})
     | st.fixed_dictionaries({"rule": st.just("sol"), "tau": st.floats(-2, 2) | st.integers(0, 2)})
     | st.fixed_dictionaries({"rule": st.just("error"), "top_k": st.floats(0.01, 1)}),
-    st.fixed_dictionaries(of_each), boxes,
+    st.fixed_dictionaries(of_each), boxes, tails,
 ) | st.builds(
-    lambda mode, prefix, scores, layout: Selection(
+    lambda mode, prefix, scores, layout, tail: Selection(
         rule="vsa", sparsity=0.9, segments=prefix, mode=mode if prefix else "exempt", scores=scores,
-        layout=layout,
+        layout=layout, **tail,
     ),
     st.sampled_from(["exempt", "compete"]), st.sampled_from([(), (128, 0, 256)]), scores,
-    st.sampled_from([None, (4, 8, 12)]),
+    st.sampled_from([None, (4, 8, 12)]), tails,
 )  # fmt: skip
 keeping = st.builds(
     Rule, recipe=st.sampled_from([*NAMED]), layer=ranges(0, 2, 3), keep=st.none() | selections
@@ -651,9 +654,9 @@ RULES = {  # the rule's second line, reason
     '"keep": {"rule": "sla", "top_k": 0.1, "sparsity": 0.9}':
         SLA.format('{"rule": "sla", "top_k": 0.1, "sparsity": 0.9}'),
     '"keep": {"rule": "sla", "top_p": 0.9}':
-        "rule sla takes top_k, sparsity, scores, dense, blocks, layout, cube, got top_p",
+        "rule sla takes top_k, sparsity, scores, dense, blocks, layout, cube, tail, tail_block, got top_p",
     '"keep": {"top_k": 0.3, "scores": "fp32"}':
-        "rule pooled takes top_k, top_p, similarity, dense_first, dense_last, dense, blocks, layout, cube, got scores",
+        "rule pooled takes top_k, top_p, similarity, dense_first, dense_last, dense, blocks, layout, cube, tail, tail_block, got scores",
     '"keep": {"rule": "sla", "sparsity": 1.5}': FRACTION.format("sparsity", "1.5"),
     '"keep": {"rule": "sla", "top_k": 1, "scores": "bf16"}':
         'scores must be as_trained or fp32, got "bf16"',
@@ -666,9 +669,13 @@ RULES = {  # the rule's second line, reason
     '"keep": {"top_k": 0.3, "dense": [[-5, -9]]}': RANGES.format("[[-5, -9]]"),
     '"keep": {"rule": "vsa"}': 'rule vsa must be given sparsity, got {"rule": "vsa"}',
     '"keep": {"rule": "vsa", "top_k": 0.1}':
-        "rule vsa takes sparsity, scores, segments, mode, dense, blocks, layout, cube, got top_k",
-    '"keep": {"rule": "sol", "tau": 1, "top_k": 0.1}': "rule sol takes tau, dense, blocks, layout, cube, got top_k",
+        "rule vsa takes sparsity, scores, segments, mode, dense, blocks, layout, cube, tail, tail_block, got top_k",
+    '"keep": {"rule": "sol", "tau": 1, "top_k": 0.1}': "rule sol takes tau, dense, blocks, layout, cube, tail, tail_block, got top_k",
     '"keep": {"rule": "sol", "tau": NaN}': "tau must be a number, got NaN",
+    '"keep": {"top_k": 0.3, "tail": 1}': "tail must be true or false, got 1",
+    '"keep": {"top_k": 0.3, "tail": true, "tail_block": 16}': "tail_block must be of (32, 64), got 16",
+    '"keep": {"top_k": 0.3, "tail_block": 32}':
+        'tail_block must stand beside a tail, got {"top_k": 0.3, "tail_block": 32}',
     '"keep": {"rule": "vsa", "sparsity": 0.9, "layout": [4, 6, 4]}': "rule vsa must be given a "
         "layout of whole cubes, and of blocks of 64 tokens, as blocks are not padded, got [4, 6, 4]",
     '"keep": {"rule": "vsa", "sparsity": 0.9, "layout": [4, 4, 4], "blocks": [128, 64]}':

@@ -239,6 +239,28 @@ def test_hopper_kernel_keeps_its_tiles_in_registers(pv, head_dim, warpgroups, ki
 
 
 @picked(
+    ("fp8", 128, (128, 64), 64), ("16bit", 128, (128, 64), 64), ("fp8", 128, (64, 64), 32),
+    where=lambda pv, head_dim, blocks, tail_block: (
+        tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks) is not None
+    ),
+    pv=["fp8", "16bit"], head_dim=[64, 128, 256], blocks=[(192, 128), (128, 64), (64, 64)],
+    tail_block=[32, 64],
+)  # fmt: skip
+def test_a_tail_leaves_the_loops_by_lists_as_they_are(pv, head_dim, blocks, tail_block):
+    """It has a loop of its own, and all of them are in registers: at most 8 are spilled."""
+    tile = tiles.hopper_of_blocks((9, 0), pv, head_dim, 9999, *blocks)
+    plain, tailed = (
+        loops_over_keys(hopper_of(tile, pv, D=head_dim, size=blocks, **given).asm["cubin"])
+        for given in ({}, {"tail_block": tail_block})
+    )
+    assert len(plain) == 2 * tile.warpgroups and len(tailed) == 3 * tile.warpgroups
+    listed = [loop for n, loop in enumerate(tailed) if n % 3 < 2]
+    for before, after in zip(plain, listed, strict=True):
+        assert abs(len(after) - len(before)) <= 12
+    assert all(spilled(loop) <= 8 for loop in tailed), [*map(spilled, tailed)]
+
+
+@picked(
     tritons=[("fp8", 64, 1)],
     where=lambda pv, head_dim, warpgroups: (pv, head_dim, False, warpgroups) in TILES_OF_HOPPER,
     pv=["fp8", "16bit"], head_dim=[64, 128, 256], warpgroups=[1, 2, 3],
@@ -317,6 +339,38 @@ def test_short_lists_of_blocks_are_the_portable_kernels():
     without = [("fp8", 40, 2047), ("fp8", 64, 2047), ("16bit", 256, 2047), ("16bit", 256, 2048)]
     assert [each for each, is_there in found.items() if not is_there] == without
     assert tiles.hopper_of_blocks((8, 9), "fp8", 128, 4096, 64, 64) is None
+
+
+@picked(
+    ((8, 0), "sage1-per-token", 64), ((12, 0), "sage2-8b-fp8qk", 32),
+    ((9, 0), "sage2-8b-per-token", 32),
+    tritons=[((8, 9), "sage2-8b", 64)],
+    where=lambda architecture, recipe: (
+        runs_on(recipe, architecture) and not NAMED[recipe].of_qk.smooths_q
+    ),
+    architecture=ARCHITECTURES, recipe=NAMED, tail_block=[32, 64],
+)  # fmt: skip
+def test_all_kernels_of_a_call_with_a_tail_compile(architecture, recipe, tail_block):
+    """As a call by the same lists without one: at most 128 bytes are spilled, by attention alone; in
+    one pass with blocks of 32, 40 are, so that as many programs share an SM as without."""
+    found = noted.launches(
+        noted.sdpa, architecture, recipe, size=(128, 64), mask="keys", tail_block=tail_block
+    )
+    names = {x.kernel.__name__ for x in found}
+    assert "_quantize_tail_kernel" in names
+    assert "_mean_kernel" in names or "_quantize_kv_kernel" in names
+    for launch in found:
+        name = launch.kernel.__name__
+        compiled = noted.compilation_of(launch).compile(architecture)
+        assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+        if name.endswith("attention_kernel"):
+            # With a row of keys it is what MASKED says above.
+            assert stack_bytes(compiled.asm["cubin"]) <= stack_of_portable(
+                architecture, recipe, "rows"
+            )
+        elif name != "_hopper_kernel":
+            spills = 40 if name == "_quantize_kv_kernel" else 0
+            assert stack_bytes(compiled.asm["cubin"]) <= spills, name
 
 
 @pytest.mark.parametrize(

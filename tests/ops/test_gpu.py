@@ -4,6 +4,7 @@ Run with `make gpu`. test_kernels.py compares each kernel with its emulation.
 """
 
 import functools
+import itertools
 import math
 import random
 import re
@@ -12,7 +13,17 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
-from kernel_cases import BANDS, GPU, LARGE, MASKS, OfHopper, hopper_emulation, mask_of, on_hopper
+from kernel_cases import (
+    BANDS,
+    GPU,
+    LARGE,
+    MASKS,
+    OfHopper,
+    check_codes,
+    hopper_emulation,
+    mask_of,
+    on_hopper,
+)
 from pairs import pairs, seeds
 from support import arguments, attention_call, exactly, relative_l1, relative_l2, sdpa
 from torch._inductor.utils import run_and_get_code
@@ -25,15 +36,17 @@ from triton import knobs
 import sage_inductor
 from bench.fusion import halves, rotated_half
 from bench.tritons import ROWS
-from sage_inductor.ops import compat, gpus
+from sage_inductor.ops import compat, gpus, launch
 from sage_inductor.ops.attention.select import (
     attention,
     hopper_tile,
     select,
 )
-from sage_inductor.ops.quantize.op import quantize_kv
+from sage_inductor.ops.formats import TAIL_BLOCKS
+from sage_inductor.ops.quantize.op import launch_prepare, quantize_kv
 from sage_inductor.ops.recipe import NAMED, Recipe
 from sage_inductor.ops.reference import attention as emulation
+from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sparse import pool as of_tokens
 from sage_inductor.ops.sparse import selector
@@ -114,14 +127,65 @@ def check_cuda_graph(call, inputs, draws, check=None):
             assert all(map(torch.equal, found, call()))
 
 
-def test_a_cuda_graph_replays_on_new_block_lists():
+@pytest.mark.parametrize("tail_block", [None, 32])
+def test_a_cuda_graph_replays_on_new_block_lists(tail_block):
     q, k, v = qkv(1, 4, 2, 1000, 1000, 128)
     drawn = functools.partial(support.block_lists, 1, 4, 1000, 1000, 128, 64, device="cuda")
     lists = drawn(density=1)
     check_cuda_graph(
-        lambda: sdpa(q, k, v, recipe="sage2-8b-per-token", **lists._asdict()),
+        lambda: sdpa(
+            q, k, v, recipe="sage2-8b-per-token",
+            **lists._replace(tail_block=tail_block)._asdict(),
+        ),
         lists[:4], [drawn(density=x)[:4] for x in (0.05, 0.3, 1)],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [name for name, r in NAMED.items() if not r.of_qk.smooths_q])
+def test_codes_of_a_tails_means_are_the_references(recipe):
+    """Where a mask hides keys, those hold NaN, some of whole blocks."""
+    r = NAMED[recipe]
+    shapes = (2, 4, 2, 1, 5000, 128), (1, 2, 1, 1, 777, 72), (1, 1, 1, 1, 20_000, 64)
+    for shape, block, masked in itertools.product(shapes, TAIL_BLOCKS, (False, True)):
+        (B, H, N), (_, k, v) = (shape[0], *shape[2:5:2]), qkv(*shape)
+        visible = torch.ones(B, 1, N, dtype=torch.uint8, device="cuda")
+        if masked:
+            visible = (rand(B, 1, N) > 0.4).to(torch.uint8)
+            visible[..., 64:200] = 0
+            k[(visible == 0).expand(B, H, N)] = v[(visible == 0).expand(B, H, N)] = torch.nan
+        found = launch_prepare(launch.run, k.device, k, v, visible, r, tail_block=block)
+        expected, T = reference._tail(k, v, found, visible, r, block), -(-N // block)
+        assert_close(found.tail_bias[..., :T], expected["tail_bias"][..., :T])
+        near = dict(rtol=1e-2 if r.rotated else 2e-6, atol=1e-12)
+        assert_close(found.tail_k_scale, expected["tail_k_scale"], **near)
+        check_codes(GPU, found.tail_k, expected["tail_k"], ..., True)
+        if r.pv == "16bit":
+            assert_close(found.tail_v, expected["tail_v"])
+            continue
+        where = torch.zeros(found.tail_v.shape, dtype=torch.bool, device="cuda")
+        where[..., :T] = True
+        check_codes(GPU, found.tail_v, expected["tail_v"], reference.interleave(where), True)
+
+
+@pytest.mark.parametrize("block_q", [64, 128])
+@pytest.mark.parametrize("recipe", ["sage2-8b-per-token", "sage1-per-token", "sage2-8b"])
+def test_where_lists_name_every_block_the_tail_changes_no_bit(recipe, block_q):
+    """Of the queries whose list does. The others of their tile have one."""
+    q, k, v = qkv(1, 4, 2, 1000, 2999, 128)
+    lists = support.block_lists(1, 4, 1000, 2999, block_q, 64, 1, False, "cuda")
+    index = lists.kv_indices[..., :47]
+    index[:] = torch.arange(47, device="cuda", dtype=torch.int32)
+    counts = torch.full_like(lists.kv_num_blocks, 47)
+    given = lists._replace(kv_num_blocks=counts, kv_indices=index.contiguous())._asdict()
+    expected = sdpa(q, k, v, recipe=recipe, **given)
+    assert all(
+        map(torch.equal, sdpa(q, k, v, recipe=recipe, **given | {"tail_block": 64}), expected)
+    )
+    counts[:, :, 1] = 5
+    found = sdpa(q, k, v, recipe=recipe, **given | {"tail_block": 64})
+    rest = torch.arange(1000, device="cuda") // block_q != 1
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x[:, :, rest], y[:, :, rest]) and not torch.equal(x, y)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

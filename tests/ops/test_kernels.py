@@ -392,7 +392,7 @@ LARGE_LISTS = dict(
 
 def check_lists(
     recipe, block_q, block_kv, density, full, shared, heads, channels, blocks_q, end_q, blocks_kv,
-    end_kv, band, mask="none", **of_kernel,
+    end_kv, band=(None, None, False), mask="none", tail_block=None, **of_kernel,
 ) -> bool:  # fmt: skip
     """Lengths at the ends of listed blocks, empty rows, duplicates, GQA, bands, masks; what lies
     beyond a list's count is no block. shared: what has the same lists. Whether it was the Hopper
@@ -402,6 +402,7 @@ def check_lists(
     kernel, band = kernel_of(**of_kernel, size=size), BANDS.get(band, band)
     of = 1 if shared in ("batch", "both") else B, 1 if shared in ("heads", "both") else H
     lists = support.block_lists(*of, *lengths, *size, density, full, kernel.runner.device)
+    lists = lists._replace(tail_block=tail_block)
     found = check_attention(kernel, recipe, heads, lengths, channels, 0.1, band, mask, lists)
     return found or (NAMED[recipe].pv == "16bit" and (mask != "none" or max(channels) > 128))
 
@@ -430,6 +431,48 @@ def test_attention_by_block_lists(runner, case):
 def test_hopper_kernel_by_block_lists(runner, case, monkeypatch):
     monkeypatch.setattr(tiles, "LISTED_KEYS", 0)  # of short calls the other kernel is faster
     assert check_lists(op="opaque", **case)
+
+
+# As lists are drawn, but with at most half the blocks named, of whatever number of keys.
+OF_TAIL = dict(tail_block=[32, 64], mask=["none", "keys", "left padding"], density=[0.05, 0.4, 1])
+TAILED = [name for name, r in NAMED.items() if not r.of_qk.smooths_q]
+
+
+@on(
+    pairs(
+        that_lists, most=400, alike=ALIKE,
+        **SMALL_LISTS | OF_TAIL | dict(recipe=[x for x in INTERPRETED if x in TAILED], blocks_kv=[0, 1, 3]),
+    ),
+    pairs(
+        lambda recipe, block_q: tile_fits(recipe, block_q), most=300, op=list(OPS), recipe=TAILED,
+        **{x: y for x, y in LARGE_LISTS.items() if x != "band"} | OF_TAIL | dict(blocks_kv=[0, 1, 3, 40]),
+    ),
+)  # fmt: skip
+def test_attention_by_block_lists_with_a_tail(runner, case):
+    check_lists(**case)
+
+
+@on(
+    gpu=pairs(
+        most=300, recipe=["sage2-8b-per-token", "sage1-per-token", "sage2-8b-rotated"],
+        **{x: y for x, y in LARGE_LISTS.items() if x != "band"} | OF_TAIL | dict(blocks_kv=[0, 1, 3, 40]),
+    )
+)  # fmt: skip
+@on_hopper
+def test_hopper_kernel_by_block_lists_with_a_tail(runner, case, monkeypatch):
+    """Of up to 10,000 keys: three tiles of the tail and more."""
+    monkeypatch.setattr(tiles, "LISTED_KEYS", 0)
+    assert check_lists(op="opaque", **case)
+
+
+@in_interpreter
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("recipe", ["sage2-8b", "sage1-per-token"])
+def test_a_tail_of_several_tiles(recipe, tma):
+    check_lists(
+        recipe, 64, 64, 0.3, True, "neither", (1, 2, 1), (64, 64), 1, -20, 37, -9, mask="left padding",
+        tail_block=32, tile=(64, 64), tma=tma,
+    )  # fmt: skip
 
 
 @in_interpreter

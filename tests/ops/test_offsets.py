@@ -45,6 +45,7 @@ OF_HOPPER = {
     "head_kv": (0, 2**23), "channel": (0, 2**31 - 257), "scale_row": (0, 2**24),
     "slot": (0, 2**16), "begin": BLOCKS, "end": BLOCKS, "m": BLOCKS,
     "place": (-1, 2**28), "first_block": BLOCKS, "read_all": BLOCKS, "read_whole": BLOCKS,
+    "of_tail": BLOCKS, "block": BLOCKS,
 }  # fmt: skip
 
 
@@ -338,6 +339,8 @@ CALLS = {
     },
     "pool in an order": (noted.pool, dict(D=80, block=192, shifted=True, ordered=True)),
     "Hopper, lists and mask": (noted.sdpa, dict(recipe="sage2-8b-per-token", size=(64, 192), mask="keys", **BOTH)),
+    "Hopper, tail": (noted.sdpa, dict(recipe="sage2-8b-per-token", size=(64, 192), mask="keys", tail_block=32)),
+    "tail": (noted.sdpa, dict(recipe="sage1", pointers=True, size=(128, 64), mask="keys", tail_block=64)),
     "Hopper, split, 16 bits": hopper(3, "16bit", lengths=noted.SPLIT),
 }  # fmt: skip
 # What is known of a kernel's numbers.

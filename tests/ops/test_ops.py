@@ -794,7 +794,7 @@ def test_keys_that_a_band_hides_from_every_query_may_hold_anything(recipe, mask,
 def test_what_a_band_hides_stays_where_lists_or_other_calls_may_need_it():
     q, k, v = qkv(N_q=65, N_kv=200)
     lists = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    listed = dict(zip(BlockLists._fields, (*lists, *lists, 128, 64), strict=True))
+    listed = BlockLists(*lists, *lists, 128, 64)._asdict()
     for given in ({}, {"prepared": prepared(k, v, "sage1")}, listed):
         call = SdpaCall(*arguments(q, k, v, True, recipe="sage1", **given))
         assert call.of_seen_keys().k.shape[2] == (200 if given else 65)
@@ -899,7 +899,7 @@ def test_a_list_that_has_room_for_no_block_names_none(recipe):
     count, some = torch.zeros(1, 1, 1).int(), torch.zeros(1, 1, 1, 1).int()
     for full in ((None, None), (count + 1, some)):
         found, expected = (
-            sdpa(q, k, v, recipe=recipe, **dict(zip(BlockLists._fields, of, strict=True)))
+            sdpa(q, k, v, recipe=recipe, **BlockLists(*of)._asdict())
             for of in ((count, some[..., :0], *full, 128, 64), (count, some, *full, 128, 64))
         )
         for x, y in zip(found, expected, strict=True):

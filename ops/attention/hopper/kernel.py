@@ -28,6 +28,7 @@ Flags, and what each needs:
     SPLIT      some tiles are split                   no band, not LISTED, 2 or 3 warpgroups
     FP8        p and v are in FP8, else in 16 bits    without it BLOCK_DV <= 128
     OWN        k has a scale a row at the diagonal    CAUSAL, not BOUNDED
+    TAIL_BLOCK keys that one of the tail stands for   LISTED, no band
     ROTATED, KEEPS_MAX                                anything
     Perm         q and o in another order: layout.py  LISTED, not KEEPS_MAX
 
@@ -35,6 +36,7 @@ Flags, and what each needs:
     FULL     all                                                  all but a band without lists
     EDGE     some: the diagonal, the last keys                    not BOUNDED
     CODED    what a block's code says                             BOUNDED
+    TAIL     keys of the tail that their list leaves out          TAIL_BLOCK
 
 Calls for which this schedule is not worth it (plan.why_not) use triton.py. So do all calls if the
 installed Triton is none of compat.GLUON, because Gluon is experimental.
@@ -57,9 +59,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sage_inductor.ops.attention.hopper.ring import context, make_ring
-from sage_inductor.ops.attention.hopper.tile_lists import block_of, entry_of, lists_of, walk
+from sage_inductor.ops.attention.hopper.tile_lists import (
+    block_of,
+    entry_of,
+    lists_of,
+    tail_of,
+    walk,
+)
 from sage_inductor.ops.attention.large_scores import flatness
-from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL
+from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL, TAIL
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
 from sage_inductor.ops.layout import token_of
@@ -273,7 +281,7 @@ def _fetch(n, end, i, head_kv, tile, ctx):
         entry = 0
         if ctx.LISTED:
             last = gl.maximum(end - 1, 0)
-            entry = entry_of(tile.first_block, gl.minimum(n, last), tile.whole, ctx.stride_lm)
+            entry = entry_of(tile.first_block, gl.minimum(n, last), tile.whole, ctx)
         j, _ = block_of(tile.first_block, n, entry, 0, tile.row, ctx)
     stage, reads = i % ctx.STAGES, n < end
     bar = ctx.ring.full.index(stage)
@@ -288,12 +296,35 @@ def _fetch(n, end, i, head_kv, tile, ctx):
         tma_load(ctx.K_own_scale, [row_k], bar, ctx.scale_smem.index(stage), pred=reads)
     else:
         tma_load(ctx.K, [row_k, 0], bar, ctx.k_smem.index(stage), pred=reads)
-    v = ctx.v_smem.index(stage)
+    _fetch_v(ctx.V, j, stage, head_kv, tile, reads, ctx)
+
+
+@gluon.jit
+def _fetch_v(V, j, stage, head_kv, tile, reads, ctx):
+    bar, v = ctx.ring.full.index(stage), ctx.v_smem.index(stage)
     if ctx.FP8:
-        tma_load(ctx.V, [head_kv * ctx.BLOCK_DV, j * ctx.BLOCK_N], bar, v, pred=reads)
+        tma_load(V, [head_kv * ctx.BLOCK_DV, j * ctx.BLOCK_N], bar, v, pred=reads)
     else:
-        v = reinterpret(v, ctx.V.dtype, ctx.V.block_type.shape, ctx.V.layout)
-        tma_load(ctx.V, [tile.b, tile.h_kv, j * ctx.BLOCK_N, 0], bar, v, pred=reads)
+        v = reinterpret(v, V.dtype, V.block_type.shape, V.layout)
+        tma_load(V, [tile.b, tile.h_kv, j * ctx.BLOCK_N, 0], bar, v, pred=reads)
+
+
+@gluon.jit
+def _padded_tail(ctx):
+    """Keys of a head's tail and its padding."""
+    return gl.cdiv(ctx.N_kv, ctx.TAIL_BLOCK * 128) * 128
+
+
+@gluon.jit
+def _fetch_tail(j, i, head_kv, tile, ctx):
+    """As `_fetch`, the j-th block of the tail."""
+    stage = i % ctx.STAGES
+    bar = ctx.ring.full.index(stage)
+    row_k = head_kv * _padded_tail(ctx) + j * ctx.BLOCK_N
+    mbarrier.expect(bar, ctx.K.block_type.nbytes + ctx.V.block_type.nbytes + 4 * ctx.BLOCK_N)
+    tma_load(ctx.K_tail, [row_k, 0], bar, ctx.k_smem.index(stage))
+    tma_load(ctx.Bias, [row_k], bar, ctx.bias_smem.index(stage))
+    _fetch_v(ctx.V_tail, j, stage, head_kv, tile, True, ctx)
 
 
 @gluon.jit
@@ -313,9 +344,9 @@ def _columns_below(limit, L5: gl.constexpr, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def _hide_by_words(x, j, rows, ctx):
-    """`_hide` by the mask. A thread's constants of a register are on the right, as in
-    `_columns_below`: a score takes one test of a bit."""
+def _hide_by_words(x, j, rows, PART: gl.constexpr, ctx):
+    """`_hide` by the mask; in the TAIL by a row of words for all rows. A thread's constants of a
+    register are on the right, as in `_columns_below`: a score takes one test of a bit."""
     L5: gl.constexpr = x.type.layout
     WORDS: gl.constexpr = ctx.BLOCK_N // 32
     x = x.reshape([64, WORDS, 4, 4, 2])
@@ -329,7 +360,10 @@ def _hide_by_words(x, j, rows, ctx):
     core = gl.arange(0, 4, layout=C)[None, None, :, None, None]
     row = rows.row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, W))
     word = j * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, W))
-    found = gl.load(rows.words + (row.to(gl.int64) * ctx.stride_wm)[:, None] + word[None, :])
+    if PART == TAIL:
+        found = gl.expand_dims(gl.load(rows.words + word), 0)
+    else:
+        found = gl.load(rows.words + (row.to(gl.int64) * ctx.stride_wm)[:, None] + word[None, :])
     found = gl.expand_dims(gl.expand_dims(gl.expand_dims(found, 2), 3), 4) >> (quad * 2)
     x = gl.where((found & (1 << (core * 8 + even_odd))) != 0, x, -float("inf"))
     return gl.convert_layout(x.reshape([64, ctx.BLOCK_N // 64, 8, 4, 2]), L5, assert_trivial=True)
@@ -345,7 +379,7 @@ def _hide(x, j, code, rows, ctx):
     )
     BLOCKS: gl.constexpr = ctx.BLOCK_N // 64
     if ctx.MASK:
-        x = _hide_by_words(x, j, rows, ctx)
+        x = _hide_by_words(x, j, rows, CODED, ctx)
     limit = gl.full([64], ctx.N_kv, gl.int32, ROW)
     here = rows.row0 + gl.arange(0, 64, layout=ROW)
     if ctx.BOTTOM_RIGHT:
@@ -364,6 +398,15 @@ def _hide(x, j, code, rows, ctx):
 
 
 @gluon.jit
+def _add_bias(x, bias):
+    """x [64, blocks, 8, 4, 2] + bias [64 * blocks]."""
+    S: gl.constexpr = bias.type.layout.parent
+    flat = gl.convert_layout(x.reshape([64, bias.shape[0]]), S, assert_trivial=True)
+    flat = (flat + bias[None, :]).reshape(x.shape)
+    return gl.convert_layout(flat, x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def _row_maximum(s):
     """[64, blocks, 8, 4, 2] -> [64, blocks, 4], of a thread."""
     return gl.max(gl.max(s, axis=2), axis=3)
@@ -371,15 +414,16 @@ def _row_maximum(s):
 
 @gluon.jit
 def _softmax(x, c, highest, m, l, PART: gl.constexpr, FP8: gl.constexpr):
-    """x [64, blocks, 8, 4, 2], c [64, blocks, 1], by which x of an EDGE is scaled already, the
-    scores' maxima of a thread [64, blocks, 4], m [64], l [64, 4], a sum a thread -> p, m, l, alpha.
-    """
-    SCALED: gl.constexpr = PART == EDGE
+    """x [64, blocks, 8, 4, 2], c [64, blocks, 1], by which x of an EDGE or the TAIL is scaled
+    already, the scores' maxima of a thread [64, blocks, 4], m [64], l [64, 4], a sum a thread -> p,
+    m, l, alpha."""
+    SCALED: gl.constexpr = PART == EDGE or PART == TAIL
     OFFSET: gl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
     highest = gl.max(gl.max(highest, axis=1), axis=1)
     m_new = gl.maximum(m, gl.convert_layout(highest, m.type.layout, assert_trivial=True))
     shift = m_new
-    if PART == CODED:  # a row that has seen nothing yet has no maximum: m - m_new would be NaN
+    # A row that has seen nothing yet has no maximum: m - m_new would be NaN.
+    if PART == CODED or PART == TAIL:
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
     alpha = _exp2(m - shift)
     if FP8:
@@ -455,9 +499,13 @@ def _attend(
     if PART == CODED:  # -inf * 0
         c = gl.where(c < _LEAST, _LEAST, c)
     x = s.to(gl.float32)
-    if PART == EDGE:  # scaled first: the other way takes more registers
+    if PART == EDGE or PART == TAIL:  # scaled first: the other way takes more registers
         c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
-        x = _hide(x * c5, block, 1, rows, ctx)
+        if PART == EDGE:
+            x = _hide(x * c5, block, 1, rows, ctx)
+        else:
+            x = _add_bias(x * c5, ctx.bias_smem.index(stage).load(gl.SliceLayout(0, S)))
+            x = _hide_by_words(x, block, rows, PART, ctx)
         highest = _row_maximum(x)
     else:  # scaled in the exponential, by an fma
         if PART == CODED:
@@ -495,16 +543,18 @@ def _attend_blocks(
     PART: gl.constexpr, lo, hi, end, entry, m, l, o, wg: gl.constexpr, rows, tile, ctx
 ):  # fmt: skip
     """m, l and o after the blocks from the lo-th to before the hi-th that the tile reads, and the
-    list's entry of the hi-th."""
+    list's entry of the hi-th. TAIL: the lo-th is the first of the tail."""
     for j in range(lo, hi):
         i = rows.fetched + j
         stage = i % ctx.STAGES
         turn = _turn_after(j, wg, rows, ctx)
         block, code = j, 0
-        if ctx.BOUNDED:
+        if PART == TAIL:
+            block = j - lo
+        elif ctx.BOUNDED:
             block, code = block_of(tile.first_block, j, entry, wg, rows.row0, ctx)
-        if ctx.LISTED:  # of the next one, which arrives meanwhile
-            entry = entry_of(tile.first_block, j + 1, tile.whole, ctx.stride_lm)
+        if ctx.LISTED and PART != TAIL:  # of the next one, which arrives meanwhile
+            entry = entry_of(tile.first_block, j + 1, tile.whole, ctx)
         if ctx.OWN and PART == EDGE:
             k_scale = ctx.scale_smem.index(stage)
         else:
@@ -672,13 +722,15 @@ def _consumer(wg: gl.constexpr, ctx):
         head_kv = b * ctx.H_kv + h_kv
         entry = 0
         if ctx.LISTED:
-            entry = entry_of(first_block, 0, read_whole, ctx.stride_lm)
+            entry = entry_of(first_block, 0, read_whole, ctx)
         m = gl.full([64], -float("inf"), gl.float32, ROW)
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
         zeros = gl.full([64, ctx.CHUNK], 0.0, gl.float32, O)
         o = (zeros, zeros, zeros, zeros) if ctx.BLOCK_DV > ctx.CHUNK else (zeros,)
         scale_row = head_kv * (ctx.N_pad // 64)
         k_scale = ctx.K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
+        if ctx.TAIL_BLOCK:  # arrives during the blocks before
+            of_tail, unnamed = tail_of(first_block, wg, ctx)
         words = ctx.Words
         if ctx.BOUNDED:
             begin = 0
@@ -711,6 +763,13 @@ def _consumer(wg: gl.constexpr, ctx):
         entry, m, l, o = _attend_blocks(
             CODED if ctx.BOUNDED else EDGE, whole, mine, end, entry, m, l, o, wg, rows, tile, ctx
         )
+        if ctx.TAIL_BLOCK:
+            scale_row = head_kv * (_padded_tail(ctx) // 64)
+            k_scale = ctx.K_tail_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
+            rows = Rows(row0, begin, fetched, taken, unnamed, k_scale, q_scale)
+            mine = end + of_tail
+            _, m, l, o = _attend_blocks(TAIL, end, mine, mine, entry, m, l, o, wg, rows, tile, ctx)
+            end = mine
         if not ctx.ALONE:
             _pass_turns(wg, mine, end, rows, ctx)
             taken += end + 1
@@ -756,6 +815,12 @@ def _producer(ctx):
             ctx.ring.wait_free(i)
             _fetch(n, end, i, head_kv, tile, ctx)
         fetched += end - begin
+        if ctx.TAIL_BLOCK:
+            of_tail, _ = tail_of(first_block, 0, ctx)
+            for j in range(of_tail):
+                ctx.ring.wait_free(fetched + j)
+                _fetch_tail(j, fetched + j, head_kv, tile, ctx)
+            fetched += of_tail
 
 
 @gluon.jit
@@ -763,6 +828,8 @@ def _hopper_kernel(
     Q,  # [B, H_q, N_q, D] in, 16-bit, its last stride 1
     K, K_scale,  # descriptor of [B * H_kv * N_pad, BLOCK_D] int8; [B, H_kv, N_pad / 64] fp32
     K_own, K_own_scale,  # if OWN: as K, and descriptor of [B * H_kv * N_pad] fp32
+    K_tail, K_tail_scale, V_tail, Bias,  # if TAIL_BLOCK: Prepared's, as K, K_scale and V are,
+    # and a descriptor of [B * H_kv * T_pad] fp32
     V, V_scale, V_mean,  # descriptor of [B * H_kv * BLOCK_DV, N_pad] FP8; [B, H_kv, D_V] twice
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; without the other two
     Words, List,  # tile_lists.py; if MASK, if LISTED
@@ -776,9 +843,9 @@ def _hopper_kernel(
     D: gl.constexpr, D_V: gl.constexpr, SCALE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BOTTOM_RIGHT: gl.constexpr,
     LISTED: gl.constexpr, MASK: gl.constexpr, SPLIT: gl.constexpr, ROTATED: gl.constexpr,
-    FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    FP8: gl.constexpr, KEEPS_MAX: gl.constexpr, OWN: gl.constexpr, TAIL_BLOCK: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs,), as many as run at once; of one warpgroup, as many as there are tiles.
     Strides of q and o come doubled: see `doubled`."""
@@ -801,6 +868,9 @@ def _hopper_kernel(
     scale_smem = None
     if OWN:
         scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], K_own_scale.layout)
+    bias_smem = None
+    if TAIL_BLOCK:
+        bias_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], Bias.layout)
     ring = make_ring(STAGES)
     order = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
     ring.begin(WARPGROUPS)

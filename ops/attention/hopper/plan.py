@@ -27,7 +27,7 @@ from sage_inductor.ops.attention.hopper.tile_lists import (
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, broadcast_strides
 from sage_inductor.ops.compat import GluonDescriptor
-from sage_inductor.ops.formats import pad_head_dim
+from sage_inductor.ops.formats import pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled
 
 # By warpgroups: at launch, then of a consumer. One that is alone keeps its tile's maxnreg.
@@ -86,8 +86,10 @@ def launch(
         out.shape[3], out.stride(), a.band_arguments(), a.scale_of_codes, a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
-        a.decoded.rotated, keeps_max, own is not None,
+        a.decoded.rotated, keeps_max, own is not None, a.tail_block or 0,
     )  # fmt: skip
+    of_tail = zip(plan.tail or [None] * 3, (a.tail_k, a.tail_v, a.tail_bias), strict=True)
+    k_tail, v_tail, bias = (each and _at(each, x) for each, x in of_tail)
     part = part_ml = k_own = k_own_scale = words = codes = list_ = None
     if plan.parts:
         part, part_ml = (lse.new_empty(n) for n in plan.parts)
@@ -103,8 +105,8 @@ def launch(
         plan.lists.rank.by(run, list_)
     of_v = v, a.v_scale, a.v_mean
     plan.attend.by(
-        run, q, k, a.k_scale, k_own, k_own_scale, *of_v, words, list_, a.perm, out, lse, part,
-        part_ml,
+        run, q, k, a.k_scale, k_own, k_own_scale, k_tail, a.tail_k_scale, v_tail, bias, *of_v,
+        words, list_, a.perm, out, lse, part, part_ml,
     )  # fmt: skip
     if plan.combine:
         plan.combine.by(run, part, part_ml, a.v_scale, a.v_mean, out, lse)
@@ -149,6 +151,7 @@ class _Plan:
     k: GluonDescriptor  # of no tensor yet
     k_own_scale: GluonDescriptor | None
     v: GluonDescriptor
+    tail: tuple[GluonDescriptor, ...]  # its k, v and bias
     mask: _Mask | None
     lists: _Lists | None
     attend: _Launch
@@ -160,25 +163,36 @@ class _Plan:
 def _plan(
     device, q_shape, q_stride, k_shape, v_dtype, v_shape, v_stride, D_v, out_stride,
     band, scale, n_kv, tile, of_mask, of_lists, rotated, keeps_max, has_own,
+    tail_block,
 ) -> _Plan:  # fmt: skip
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
     fp8, BLOCK_DV = v_dtype == torch.float8_e4m3fn, pad_head_dim(D_v)
-    k = _descriptor(torch.int8, (B * H_kv * N_pad, BLOCK_D), (BLOCK_D, 1), [tile.BLOCK_N, BLOCK_D])
-    k_own_scale = None
-    if has_own:
-        k_own_scale = _descriptor(torch.float32, (B * H_kv * N_pad,), (1,), [tile.BLOCK_N])
-    if fp8:
-        rows = B * H_kv * BLOCK_DV
-        v = _descriptor(v_dtype, (rows, N_pad), (N_pad, 1), [BLOCK_DV, tile.BLOCK_N])
-    else:
-        v = _descriptor(v_dtype, v_shape, v_stride, [1, 1, tile.BLOCK_N, BLOCK_DV])
+    heads, keys, tail = B * H_kv, tile.BLOCK_N, ()
+
+    def of_k(rows) -> GluonDescriptor:
+        return _descriptor(torch.int8, (heads * rows, BLOCK_D), (BLOCK_D, 1), [keys, BLOCK_D])
+
+    def of_keys(rows) -> GluonDescriptor:
+        return _descriptor(torch.float32, (heads * rows,), (1,), [keys])
+
+    def of_v(rows, shape, strides) -> GluonDescriptor:
+        if not fp8:
+            return _descriptor(v_dtype, shape, strides, [1, 1, keys, BLOCK_DV])
+        return _descriptor(v_dtype, (heads * BLOCK_DV, rows), (rows, 1), [BLOCK_DV, keys])
+
+    if tail_block:
+        T = triton.cdiv(n_kv, tail_block)
+        shape, strides = (B, H_kv, T, BLOCK_DV), (H_kv * T * BLOCK_DV, T * BLOCK_DV, BLOCK_DV, 1)
+        tail = of_k(pad_rows(T)), of_v(pad_rows(T), shape, strides), of_keys(pad_rows(T))
+    k, v = of_k(N_pad), of_v(N_pad, v_shape, v_stride)
+    k_own_scale = of_keys(N_pad) if has_own else None
     num_m, blocks = triton.cdiv(N_q, tile.BLOCK_M), triton.cdiv(n_kv, tile.BLOCK_N)
     num_tiles, processors, group = B * H_q * num_m, gpus.processors(device), 1
     mask = None if of_mask is None else _mask(*of_mask, N_q, n_kv, tile)
     lists = None
     if mask or of_lists:
-        lists = _lists(mask, of_lists, (B, H_q), N_q, n_kv, band, tile)
+        lists = _lists(mask, of_lists, (B, H_q), N_q, n_kv, band, tile, tail_block)
     shares, (left, right, _) = None, band
     if lists or left < 0 <= right:  # rows of other lengths; an even number of groups: _tile_coords
         of_kv = n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)
@@ -197,12 +211,12 @@ def _plan(
          *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
          D, D_v, scale, *band, lists is not None, mask is not None, split, rotated, fp8,
-         keeps_max, has_own,
+         keeps_max, has_own, tail_block,
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
     )  # fmt: skip
     if not split:
-        return _Plan(k, k_own_scale, v, mask, lists, attend, None, None)
+        return _Plan(k, k_own_scale, v, tail, mask, lists, attend, None, None)
     rows = 2048 // BLOCK_DV
     combine = _Launch(
         _combine_kernel,
@@ -213,7 +227,8 @@ def _plan(
          tile.BLOCK_M, BLOCK_DV, rows),  # tile
     )  # fmt: skip
     slots = 2 * programs * tile.BLOCK_M
-    return _Plan(k, k_own_scale, v, None, None, attend, (slots * BLOCK_DV, slots * 2), combine)
+    parts = slots * BLOCK_DV, slots * 2
+    return _Plan(k, k_own_scale, v, (), None, None, attend, parts, combine)
 
 
 def _heads_of_a_group(heads, of_one_kv, kv_bytes, most) -> int:
@@ -251,7 +266,9 @@ def _mask(shape, strides, N_q, n_kv, tile) -> _Mask:
     return _Mask(made, of_words, (B, H), of_codes, pack)
 
 
-def _lists(mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile) -> _Lists:
+def _lists(
+    mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile, tail_block: int = 0
+) -> _Lists:
     """of_lists: the caller's lists' heads (B or 1, H_q or 1) and `AttentionCall.list_arguments`'s
     numbers, or None. heads: B, H_q."""
     blocks, num_m = triton.cdiv(n_kv, tile.BLOCK_N), triton.cdiv(N_q, tile.BLOCK_M)
@@ -265,12 +282,14 @@ def _lists(mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile) -> _Lists
         apart = 1 if block_q % tile.BLOCK_M == 0 else tile.warpgroups if block_q == 64 else 2
         entries = apart * (kv_width + full * full_width) * (block_kv // tile.BLOCK_N)
     width = BEFORE_ENTRIES.value + entries
+    if tail_block:  # tile_lists.tail_words
+        width += tile.warpgroups * (triton.cdiv(n_kv, tail_block * 128) * 4) + 1
     make = _Launch(
         _list_tiles_kernel,
         (B * H * num_m, 1, 1),
         (*(mask.of_codes[:2] if mask else (0, 0)), *list_strides, kv_width, full_width,
          H, 2 * N_q, 2 * n_kv, num_m, mask.of_codes[2] if mask else 1, blocks, width,
-         *band, mask is not None, block_q, block_kv, full,
+         *band, mask is not None, block_q, block_kv, full, tail_block,
          tile.warpgroups, tile.BLOCK_N, 512),
     )  # fmt: skip
     rank = _Launch(_rank_tiles_kernel, (B * H, triton.cdiv(num_m, 64), 1), (num_m, width, 64))

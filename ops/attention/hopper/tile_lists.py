@@ -15,6 +15,9 @@ the tiles by the lengths of their lists, so that programs get equal work.
 
     List[head, m] = whole, count, tile, 64 j + 4^wg codes of each of count blocks j
 
+With a tail (BlockLists.tail_block) there are words between tile and the entries: for each warpgroup
+in turn, of the keys of the tail that its rows see, as the mask's words are; then whether any does.
+
 The first `whole` blocks are those of which all warpgroups see all. They are at the row's beginning,
 the others at its end, in reverse order. tile: the index of the tile with the m-th shortest list in
 this head; unrelated to the tile of this row.
@@ -23,7 +26,7 @@ this head; unrelated to the tile of this row.
 import triton
 import triton.language as tl
 
-from sage_inductor.ops.attention.visible_tiles import tiles_in_sight
+from sage_inductor.ops.attention.visible_tiles import how_often, tiles_in_sight
 
 BEFORE_ENTRIES = tl.constexpr(3)  # numbers of a row of List
 
@@ -41,7 +44,10 @@ def walk(b, h, row, ctx):
     in all."""
     if ctx.LISTED:
         here = lists_of(b, h, ctx) + (row // ctx.BLOCK_M).to(tl.int64) * ctx.stride_lm
-        return here + BEFORE_ENTRIES, tl.load(here), tl.load(here + 1)
+        first = here + BEFORE_ENTRIES
+        if ctx.TAIL_BLOCK:
+            first += tail_words(ctx.N_kv, ctx.TAIL_BLOCK) * (ctx.BLOCK_M // 64) + 1
+        return first, tl.load(here), tl.load(here + 1)
     else:
         begin, end, _, _, _ = tiles_in_sight(
             row, row, ctx.N_q, ctx.N_kv, ctx.LEFT, ctx.RIGHT, ctx.BOTTOM_RIGHT, 0, ctx.BLOCK_M,
@@ -49,6 +55,22 @@ def walk(b, h, row, ctx):
         )  # fmt: skip
         read_all = tl.maximum(end - begin, 0)
         return begin, 0, read_all
+
+
+@triton.jit
+def tail_words(N_kv, TAIL_BLOCK: tl.constexpr):
+    """Words of a warpgroup: of whole tiles of 128 keys of the tail."""
+    return tl.cdiv(N_kv, TAIL_BLOCK * 128) * 4
+
+
+@triton.jit
+def tail_of(first, wg, ctx):
+    """(TAIL_BLOCK) How many blocks of the tail a tile reads that walks from `first`, and where a
+    warpgroup's words are."""
+    words = tail_words(ctx.N_kv, ctx.TAIL_BLOCK)
+    of_all = tl.cdiv(tl.cdiv(ctx.N_kv, ctx.TAIL_BLOCK), ctx.BLOCK_N)
+    here = first - 1 - words * (ctx.BLOCK_M // 64 - wg)
+    return tl.where(tl.load(first - 1) != 0, of_all, 0), here
 
 
 @triton.jit
@@ -65,9 +87,11 @@ def band_code(
 
 
 @triton.jit
-def entry_of(first, n, whole, stride_lm):
+def entry_of(first, n, whole, ctx):
     """The n-th entry of a list; any number if n is one beyond the last."""
-    place = stride_lm - (BEFORE_ENTRIES + 1) - (n - whole)
+    place = ctx.stride_lm - (BEFORE_ENTRIES + 1) - (n - whole)
+    if ctx.TAIL_BLOCK:
+        place -= tail_words(ctx.N_kv, ctx.TAIL_BLOCK) * (ctx.BLOCK_M // 64) + 1
     place = tl.where(n < whole, n, place)
     return tl.load(first + place)
 
@@ -123,20 +147,23 @@ def _pack_mask_kernel(
 
 
 @triton.jit
-def _how_often(
-    Counts, Indices, row, width, start, blocks, here, CHUNK: tl.constexpr, READ: tl.constexpr
+def _store_unnamed(
+    named, words, start, N_kv, BLOCK_KV: tl.constexpr, TAIL_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """How often the row-th list of the caller's names each of CHUNK blocks from start. An index
-    beyond the keys names none. A count beyond the list's width is the width. here: there is such a
-    row."""
-    count = tl.minimum(tl.load(Counts + row, here, 0), width)
-    found = tl.zeros([CHUNK], tl.int32)
-    for first in range(0, count, READ):
-        n = first + tl.arange(0, READ)
-        block = tl.maximum(tl.load(Indices + row * width + n, n < count, blocks), 0)
-        inside = (start <= block) & (block < tl.minimum(start + CHUNK, blocks))
-        found += tl.histogram(tl.where(inside, block - start, 0), CHUNK, inside)
-    return found
+    """The words of the tail from the start-th of the caller's blocks on, of which some are `named`
+    [CHUNK]. Whether it has a key."""
+    CHUNK: tl.constexpr = named.shape[0]
+    PARTS: tl.constexpr = BLOCK_KV // TAIL_BLOCK
+    some = 0
+    for nth in tl.static_range(PARTS):
+        t = nth * CHUNK + tl.arange(0, CHUNK)
+        here = start * PARTS + t < tl.cdiv(N_kv, TAIL_BLOCK)
+        free = (here & (tl.gather(named, t // PARTS, 0) == 0)).to(tl.int32)
+        word = (start * PARTS + nth * CHUNK) // 32 + tl.arange(0, CHUNK // 32)
+        bits = tl.sum(free.reshape([CHUNK // 32, 32]) << tl.arange(0, 32), 1)
+        tl.store(words + word, bits, word < tail_words(N_kv, TAIL_BLOCK))
+        some = tl.maximum(some, tl.max(free, 0))
+    return some
 
 
 @triton.jit
@@ -148,6 +175,7 @@ def _list_tiles_kernel(
     H, N2_q, N2_kv, num_m, row_tiles, blocks, width,  # H: of List. blocks: of BLOCK_N keys
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, MASK: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, FULL: tl.constexpr,  # 0: there are no lists
+    TAIL_BLOCK: tl.constexpr,  # 0: there is no tail
     WARPGROUPS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (heads of List * num_m,). The blocks of which a tile sees something. One that a list
@@ -161,6 +189,9 @@ def _list_tiles_kernel(
     here = List + tl.program_id(0).to(tl.int64) * width
     EVERY: tl.constexpr = 4**WARPGROUPS - 1  # all codes are 3
     wholes, parts = 0, 0  # entries so far
+    room, some = 0, 0
+    if TAIL_BLOCK:
+        room = tail_words(N_kv, TAIL_BLOCK) * WARPGROUPS + 1
     for start in range(0, tl.cdiv(blocks, PARTS), CHUNK):
         k, most = 0, 1
         while k < most:  # the k-th time that a list names a block
@@ -179,17 +210,23 @@ def _list_tiles_kernel(
                         if wg == 0 or BLOCK_Q % (64 * WARPGROUPS) != 0:  # else they share a list
                             listed = b * stride_kb + h * stride_kh + row // BLOCK_Q
                             of_all = tl.cdiv(blocks, PARTS)
-                            partial = _how_often(
+                            partial = how_often(
                                 Kv_count, Kv_index, listed, kv_width, start, of_all, row < N_q,
                                 CHUNK, 256,
                             )  # fmt: skip
                             full = tl.zeros([CHUNK], tl.int32)
                             if FULL:
-                                full = _how_often(
+                                full = how_often(
                                     Full_count, Full_index, listed, full_width, start, of_all,
                                     row < N_q, CHUNK, 256,
                                 )  # fmt: skip
                             most = tl.maximum(most, tl.max(full + partial, 0))
+                        if TAIL_BLOCK and nth == 0:
+                            words = here + BEFORE_ENTRIES + wg * tail_words(N_kv, TAIL_BLOCK)
+                            left = _store_unnamed(
+                                full + partial, words, start, N_kv, BLOCK_KV, TAIL_BLOCK
+                            )
+                            some = tl.where(row < N_q, tl.maximum(some, left), some)
                         of_full = band_code(j, row, N_q, N_kv, -1, -1, False, BLOCK_N)
                         if MASK:
                             of_full &= shown
@@ -198,7 +235,7 @@ def _list_tiles_kernel(
                         code = tl.where(k < full, of_full, code)
                     codes |= code << (2 * wg)
                 entry, whole = j * 64 + codes, (codes == EVERY).to(tl.int32)
-                place = BEFORE_ENTRIES - 1 + wholes + tl.cumsum(whole, 0)
+                place = BEFORE_ENTRIES - 1 + room + wholes + tl.cumsum(whole, 0)
                 tl.store(here + place, entry, whole != 0)
                 wholes += tl.sum(whole, 0)
                 part = ((codes != EVERY) & (codes != 0)).to(tl.int32)
@@ -206,6 +243,8 @@ def _list_tiles_kernel(
                 tl.store(here + place, entry, part != 0)
                 parts += tl.sum(part, 0)
             k += 1
+    if TAIL_BLOCK:
+        tl.store(here + BEFORE_ENTRIES - 1 + room, some)
     tl.store(here, wholes)
     tl.store(here + 1, wholes + parts)
 
