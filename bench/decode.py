@@ -242,7 +242,7 @@ PARTS = {"calls": calls, "decoders": decoders}
 
 # -- perplexity ----
 
-GPT = trained.Size(2, 2, 128, 512, 4, steps=900, evaluated=64, rate=2e-3)
+GPT = trained.Size(2, 2, 128, 512, 4, steps=600, evaluated=64, rate=2e-3)
 TEXTS = 8  # of a batch
 FIRST = 1, 64  # tokens, whose mean or largest value a cache keeps
 
@@ -345,7 +345,8 @@ def measure_perplexity(args) -> int:
         "least and most of the batches"
     )
     result = harness.Result("perplexity", method, args, model=subject.note)
-    result.add([*perplexities(subject)])
+    for row in perplexities(subject):
+        result.add([row])
     show(perplexity_table(result["rows"]))
     return result.end()
 
