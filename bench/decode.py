@@ -376,16 +376,15 @@ def perplexities(subject: trained.Subject, texts: int = TEXTS) -> Iterator[dict]
 
 
 def perplexity_table(rows: list[dict]) -> str:
-    """A row for each cache."""
-    head = ["k and v", "perplexity", "a token's loss", *(f"change, {name}" for name in KEYS)]
-    lines = [head]
+    """Changes of perplexity with their range, then of a token's loss, with all KEYS."""
+    lines = [["k and v", "perplexity", *KEYS]]
     for cache, its in groups(rows, "cache").items():
         changes = (
-            f"{row['change']:+.3%} ({row['change_min']:+.3%} to {row['change_max']:+.3%})"
+            f"{row['change']:+.3%} ({row['change_min']:+.3%} to {row['change_max']:+.3%}), "
+            f"{row['by_token']:.4f}"
             for row in its
         )
-        first = its[0]
-        lines.append([cache, f"{first['perplexity']:.4f}", f"{first['by_token']:.4f}", *changes])
+        lines.append([cache, f"{its[0]['perplexity']:.4f}", *changes])
     return markdown(lines)
 
 
