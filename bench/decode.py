@@ -26,7 +26,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from transformers.cache_utils import Fp8QuantizedLayer
+from transformers import cache_utils
 
 import sage_inductor
 from bench import harness, trained
@@ -274,7 +274,7 @@ def int8(k: Tensor, v: Tensor, first: int, rotated: bool) -> tuple[Tensor, Tenso
 def fp8(k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """By transformers: one scale for a layer's k and one for its v, which fit the `first` tokens of
     the batch. What is larger saturates."""
-    layer = Fp8QuantizedLayer()
+    layer = cache_utils.Fp8QuantizedLayer()  # not in older versions
     layer.update(k[:, :, :first], v[:, :, :first])
     return layer.update(k[:, :, first:], v[:, :, first:])
 
