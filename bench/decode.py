@@ -1,6 +1,7 @@
 """1 to 16 queries against a cache: ``sage::decode`` over 16 bits, INT8 and E4M3, and SDPA.
 
 $ python bench/decode.py --json    # on a GPU about five minutes
+$ python bench/decode.py --perplexity --json    # on a CPU about ten: DATE-perplexity.json
 
 A row of "calls" is one layer's attention, over enough caches that L2 holds none, as CUDA graphs. A
 cache has room for N keys and is filled to a part of it. SDPA gets the heads as they are, with the
@@ -9,19 +10,27 @@ mask that a static cache needs, and without one: then each query sees all N keys
 A row of "decoders" is a step of Llama 3 8B with 8 layers, compiled with CUDA graphs: "inductor" and
 "sage" over transformers' static cache, and "sage" over sage_inductor.Int8Cache.
 
+--perplexity: of held-out texts instead, by a model that is trained here first and computes in bf16.
+Each layer's k and v are what a cache gives back, from the first token on; query i sees keys 0 to i.
+Two more columns have keys that are harder to round, where exact attention stays what it is.
+
 Shapes: B batch, H_kv heads of k and v, of which each is read by G of q, N keys, D head_dim, N_q
 queries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import cache_utils
 
 import sage_inductor
-from bench import harness
+from bench import harness, trained
+from bench.capture import attending
 from bench.decoding import by_hand, unrepeated
 from bench.measure import (
     Provider,
@@ -32,9 +41,11 @@ from bench.measure import (
     relative_l1,
     summary,
 )
-from bench.tables import gain, markdown, show, speed_of
+from bench.tables import gain, groups, markdown, show, speed_of
 from sage_inductor.ops.decode_call import CODES, DecodeCall
 from sage_inductor.ops.formats import QK
+from sage_inductor.ops.quantize.cache import append_kv, read_kv
+from sage_inductor.ops.reference import decode as reference
 
 DECODERS = [(1, 8192), (1, 32768), (16, 8192)]
 ROOM = 1024  # tokens: a step appends one
@@ -66,7 +77,10 @@ CALLS = [
 def main(argv=None) -> int:
     parser = harness.parser(__doc__, rounds=8, target_ms=20.0)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--perplexity", action="store_true", help="nothing else")
     args = parser.parse_args(argv)
+    if args.perplexity:
+        return measure_perplexity(args)
     device = harness.gpu(args)
     torch.manual_seed(0)
     method = (
@@ -224,6 +238,154 @@ def rewind(cache, N: int) -> None:
 
 
 PARTS = {"calls": calls, "decoders": decoders}
+
+
+# -- perplexity ----
+
+GPT = trained.Size(2, 2, 128, 512, 4, steps=600, evaluated=64, rate=2e-3)
+TEXTS = 8  # of a batch
+FIRST = 1, 64  # tokens, whose mean or largest value a cache keeps
+
+
+def encode(k: Tensor, v: Tensor, first: int, rotated: bool) -> tuple[Tensor, ...]:
+    """Codes and scales of k, then of v, and what is taken off k: the mean of the `first` tokens'
+    keys, or 0."""
+    (B, H, N, D), device = k.shape, k.device
+    shapes = (B, H, N, D), (B, H, N), v.shape, (B, H, N)
+    dtypes = (torch.int8, torch.float32) * 2
+    cache = [
+        torch.zeros(shape, dtype=dtype, device=device)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    anchor = k[:, :, :first].float().mean(2) if first else torch.zeros(B, H, D, device=device)
+    append_kv(*cache, k, v, anchor, torch.tensor(0, device=device), rotated)
+    return *cache, anchor
+
+
+def int8(k: Tensor, v: Tensor, first: int, rotated: bool) -> tuple[Tensor, Tensor]:
+    """k and v as eager code gets them; with `first` and `rotated`, from an Int8Cache."""
+    k_codes, k_scale, v_codes, v_scale, anchor = encode(k, v, first, rotated)
+    return (
+        read_kv(k_codes, k_scale, anchor, rotated, k.dtype),
+        read_kv(v_codes, v_scale, None, False, v.dtype),
+    )
+
+
+def fp8(k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """By transformers: one scale for a layer's k and one for its v, which fit the `first` tokens of
+    the batch. What is larger saturates."""
+    layer = cache_utils.Fp8QuantizedLayer()  # not in older versions
+    layer.update(k[:, :, :first], v[:, :, :first])
+    return layer.update(k[:, :, first:], v[:, :, first:])
+
+
+def fp8_by_token(k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    made = ((x, *quantized(x, torch.float8_e4m3fn)) for x in (k, v))
+    return tuple((codes.float() * scale[..., None]).to(x.dtype) for x, codes, scale in made)
+
+
+def over_codes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``sage::decode`` of an Int8Cache, emulated, with all queries in one call."""
+    k, k_scale, v, v_scale, _ = encode(k, v, FIRST[0], True)
+    start = torch.zeros(1, dtype=torch.int64, device=q.device)
+    call = DecodeCall(
+        q, k, v, start, start + k.shape[2], q.shape[3] ** -0.5, k_scale, v_scale, rotated=True
+    )
+    return reference.decode(call)[0]
+
+
+def given(cache: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    return lambda q, k, v: sdpa(q, *cache(k, v), is_causal=True)
+
+
+ATTENTION = {
+    "bf16": partial(sdpa, is_causal=True),
+    "bf16, attention in fp32": lambda q, k, v: sdpa(
+        q.float(), k.float(), v.float(), is_causal=True
+    ).to(q.dtype),
+    "Int8Cache, mean of 1 token": given(partial(int8, first=FIRST[0], rotated=True)),
+    "the same, codes by `sage::decode`": over_codes,
+    "Int8Cache, mean of 64 tokens": given(partial(int8, first=FIRST[1], rotated=True)),
+    "INT8, rotated, no mean": given(partial(int8, first=0, rotated=True)),
+    "INT8, mean of 1 token, not rotated": given(partial(int8, first=FIRST[0], rotated=False)),
+    "INT8, neither": given(partial(int8, first=0, rotated=False)),
+    "E4M3, a scale a token and head": given(fp8_by_token),
+    "transformers' FP8, scale of 1 token": given(partial(fp8, first=FIRST[0])),
+    "transformers' FP8, scale of 64 tokens": given(partial(fp8, first=FIRST[1])),
+}
+
+
+def strong_channels(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Two channels of k times 16, and of q by 16: all products are as before, in bf16 too."""
+    factor = torch.ones(k.shape[3], dtype=k.dtype, device=k.device)
+    factor[:2] = 16
+    return q / factor, k * factor
+
+
+def biased(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """4 N(0, 1) is added to each channel of k: softmax does not see it, but bf16 rounds the sum."""
+    bias = 4 * torch.randn(k.shape[1], 1, k.shape[3], generator=torch.Generator().manual_seed(0))
+    return q, k + bias.to(k)
+
+
+KEYS = {
+    "as trained": lambda q, k: (q, k),
+    "two channels x16": strong_channels,
+    "bias of 4 N(0, 1)": biased,
+}
+
+
+def measure_perplexity(args) -> int:
+    device = harness.current(args)
+    subject = trained.gpt(GPT, device)
+    size = f"{GPT.layers} layers of {GPT.heads} heads, head_dim {GPT.head_dim}"
+    method = (
+        f"A GPT of bytes ({size}, of bench/trained.py) on {GPT.evaluated} held-out texts of "
+        f"{GPT.N} bytes, {TEXTS} a batch, in bf16; change: of the perplexity to bf16's, of all, "
+        "least and most of the batches"
+    )
+    result = harness.Result("perplexity", method, args, model=subject.note)
+    for row in perplexities(subject):
+        result.add([row])
+    show(perplexity_table(result["rows"]))
+    return result.end()
+
+
+@torch.no_grad()
+def perplexities(subject: trained.Subject, texts: int = TEXTS) -> Iterator[dict]:
+    """Of each cache and keys. change: of perplexity to bf16's with keys as trained. by_token: mean
+    of a token's |change of its loss|, nats."""
+
+    def losses(attention, keys) -> Tensor:
+        """[batches, tokens], of batches of so many texts."""
+        with attending(lambda q, k, v, _: attention(*keys(q, k), v)):
+            return subject.run(
+                lambda tokens: torch.cat([subject.model(x) for x in tokens.split(texts)])
+            ).unflatten(0, (-1, texts * subject.example[0].shape[1]))
+
+    usual = losses(ATTENTION["bf16"], KEYS["as trained"])
+    for name, keys in KEYS.items():
+        for cache, attention in ATTENTION.items():
+            more = losses(attention, keys) - usual
+            changes = more.mean(1).expm1()
+            yield {
+                "keys": name, "cache": cache, "perplexity": (more + usual).mean().exp().item(),
+                "change": more.mean().expm1().item(), "change_min": changes.min().item(),
+                "change_max": changes.max().item(), "by_token": more.abs().mean().item(),
+            }  # fmt: skip
+
+
+def perplexity_table(rows: list[dict]) -> str:
+    """Changes of perplexity with their range, then of a token's loss, with all KEYS."""
+    lines = [["k and v", "perplexity", *KEYS]]
+    for cache, its in groups(rows, "cache").items():
+        changes = (
+            f"{row['change']:+.3%} ({row['change_min']:+.3%} to {row['change_max']:+.3%}), "
+            f"{row['by_token']:.4f}"
+            for row in its
+        )
+        lines.append([cache, f"{its[0]['perplexity']:.4f}", *changes])
+    return markdown(lines)
 
 
 # -- the tables ----

@@ -58,7 +58,7 @@ PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
     "sparse", "sparse-trained", "linear", "lists", "selected", "whole", "beside", "decode",
-    "decoding", "comfyui",
+    "decoding", "comfyui", "perplexity",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -201,6 +201,12 @@ def trained_section(name: str, plans: dict[str, dict]) -> str:
         ]
         parts += [f"{wrapped(result['model'] + '.')}\n{provenance(result)}"]
     return "\n".join(parts)
+
+
+def perplexity_section(name: str, plans: dict[str, dict]) -> str:
+    result = plans["perplexity"]
+    table = decode.perplexity_table(result["rows"])
+    return f"{table}\n{wrapped(result['model'] + '.')}\n{provenance(result)}"
 
 
 def peers_table(gpus: dict[str, dict], plan: str) -> str:
@@ -367,6 +373,7 @@ TABLES = {
     "packages": of("packages", packages.table),
     "parallel": of("parallel", parallel.table),
     "peers": lambda gpus: peers_table(gpus, "peers"),
+    "perplexity": sections(("perplexity",), perplexity_section),
     "remedies": remedies,
     "ring": of("ring", ring.table),
     "sageattention": lambda gpus: peers_table(gpus, "sageattention"),

@@ -1,8 +1,11 @@
 """bench/decode.py, without a GPU."""
 
+import pytest
 import torch
+import transformers
 
-from bench import decode
+import sage_inductor
+from bench import capture, decode, trained
 from bench.decoding import by_hand
 from bench.measure import relative_l1
 
@@ -30,3 +33,105 @@ def test_all_that_is_timed_computes_one_thing_and_the_table_says_how_near():
     )
     assert line.startswith("| 1 | 2 | 3 | 200 | 64 | 4 | 0.5 | 50.0 | 50.0, 1.50x (1.40 to 1.60) |")
     assert f"INT8 {errors['INT8']:.2%}" in last
+
+
+# -- perplexity ----
+
+
+def keys_and_values(B: int = 2, H: int = 3, N: int = 75, D: int = 64):
+    """q, k and v [B, H, N, D] as a model has them, in bf16. Later keys are larger, k has a bias."""
+    q, k, v = torch.randn(3, B, N, H, D).transpose(2, 3)
+    size = torch.linspace(1, 3, N)[:, None]
+    return (x.bfloat16() for x in (q, k * size + 4 * torch.randn(H, 1, D), v))
+
+
+@pytest.mark.parametrize("first", decode.FIRST)
+def test_int8_gives_what_an_int8_cache_gives_token_by_token(first):
+    torch.manual_seed(1)
+    _, k, v = keys_and_values()
+    config = transformers.LlamaConfig(num_hidden_layers=1)
+    layer = sage_inductor.Int8Cache(config, max_cache_len=k.shape[2]).layers[0]
+    layer.update(k[:, :, :first], v[:, :, :first])
+    for n in range(first, k.shape[2]):
+        expected = layer.update(k[:, :, n : n + 1], v[:, :, n : n + 1])
+    for x, y in zip(decode.int8(k, v, first, True), expected, strict=True):
+        assert x.equal(y)
+
+
+def test_codes_and_the_numbers_that_they_stand_for_are_one_attention_and_causal():
+    torch.manual_seed(2)
+    q, k, v = keys_and_values()
+    exact = decode.ATTENTION["bf16, attention in fp32"](q, k, v).double()
+    numbers = decode.ATTENTION["Int8Cache, mean of 1 token"](q, k, v).double()
+    codes = decode.ATTENTION["the same, codes by `sage::decode`"](q, k, v).double()
+    assert relative_l1(codes, numbers) < 0.005 < relative_l1(numbers, exact) < 0.04
+    k, v = (torch.cat([x[:, :, :66], torch.randn_like(x[:, :, 66:])], 2) for x in (k, v))
+    for name, attention in decode.ATTENTION.items():
+        before, after = (attention(q[:, :, :n], k[:, :, :n], v[:, :, :n]) for n in (66, 75))
+        assert torch.allclose(before, after[:, :, :66], atol=0.02), name
+
+
+def test_rotation_and_mean_are_worth_something_and_scales_that_are_kept_saturate():
+    torch.manual_seed(3)
+    q, k, v = keys_and_values()
+    q, k = decode.strong_channels(q, k)
+    exact = decode.ATTENTION["bf16, attention in fp32"](q, k, v).double()
+    both, alone, neither = (
+        [relative_l1(decode.ATTENTION[name](q, k, v).double(), exact) for name in names]
+        for names in (
+            ["Int8Cache, mean of 1 token", "Int8Cache, mean of 64 tokens"],
+            ["INT8, rotated, no mean", "INT8, mean of 1 token, not rotated"],
+            ["INT8, neither"],
+        )
+    )
+    assert max(both) < 0.7 * min(alone) < max(alone) < 0.7 * neither[0]
+    for first in decode.FIRST:
+        largest = decode.fp8(k, v, first)[0].float().abs().max()
+        assert largest == k[:, :, :first].float().abs().max() < k.float().abs().max()
+
+
+def test_keys_that_are_harder_to_round_are_the_same_attention():
+    torch.manual_seed(4)
+    q, k, v = keys_and_values()
+    attention = decode.ATTENTION["bf16, attention in fp32"]
+    expected = attention(q, k, v)
+    for name, keys in decode.KEYS.items():
+        changed = attention(*keys(q, k), v)
+        assert relative_l1(changed.double(), expected.double()) < 0.02, name
+        assert keys(q, k)[1].equal(k) == (name == "as trained")
+    assert attention(*decode.strong_channels(q, k), v).equal(expected)
+
+
+def test_perplexity_is_of_the_model_with_a_cache_in_each_layer(monkeypatch):
+    size = trained.Size(2, 2, 64, 70, 4, steps=30, evaluated=4)
+    subject = trained.gpt(size, torch.device("cpu"))
+
+    def forgetful(q, k, v):
+        return v
+
+    def by_two(tokens):
+        return torch.cat([subject.model(x) for x in tokens.split(2)])
+
+    monkeypatch.setitem(decode.ATTENTION, "forgetful", forgetful)
+    rows = [*decode.perplexities(subject, texts=2)]
+    found = {(row["keys"], row["cache"]): row for row in rows}
+    assert len(found) == len(rows) == len(decode.KEYS) * len(decode.ATTENTION)
+    usual, worse = (found["as trained", name] for name in ("bf16", "forgetful"))
+    with torch.no_grad():
+        losses = subject.run(by_two)
+        with capture.attending(lambda q, k, v, _: forgetful(q, k, v)):
+            more = subject.run(by_two) - losses
+    changes = more.view(2, -1).mean(1).expm1().sort().values.tolist()
+    assert usual["change"] == usual["by_token"] == 0
+    assert usual["perplexity"] == pytest.approx(losses.mean().exp().item())
+    assert worse["change"] == pytest.approx(more.mean().expm1().item(), rel=1e-4)
+    assert [worse["change_min"], worse["change_max"]] == pytest.approx(changes, rel=1e-4)
+    assert worse["by_token"] == pytest.approx(more.abs().mean().item())
+    cache = found["as trained", "Int8Cache, mean of 1 token"]
+    assert 0 < cache["by_token"] < 0.1 * worse["by_token"]
+
+    lines = decode.perplexity_table(rows).splitlines()
+    assert len(lines) == 2 + len(decode.ATTENTION)
+    assert lines[0] == f"| k and v | perplexity | {' | '.join(decode.KEYS)} |"
+    shown = "+0.000% (+0.000% to +0.000%), 0.0000"
+    assert lines[2].startswith(f"| bf16 | {usual['perplexity']:.4f} | {shown} | {shown} | ")
