@@ -190,7 +190,7 @@ def test_codes_of_the_means_are_the_references(seed):
     torch.manual_seed(seed)
     plain = [x for x in RECIPES if not NAMED[x].rotated]  # in bf16, which no interpreter multiplies
     recipe, block = NAMED[plain[seed % len(plain)]], draw.choice(TAIL_BLOCKS)
-    B, H, D, D_v = draw.choice([(1, 2, 64, 64), (2, 1, 40, 72), (1, 1, 128, 24)])
+    B, H, D, D_v = draw.choice([(1, 2, 64, 64), (2, 3, 40, 72), (1, 2, 128, 24)])
     N = draw.choice([1, block - 1, block, 4 * block + 1, 66 * block - 5])
     dtype = draw.choice([torch.float16, torch.float32])
     _, k, _ = support.qkv(B, 1, H, 1, N, D, dtype)
