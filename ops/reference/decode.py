@@ -17,8 +17,8 @@ from sage_inductor.ops.reference.quantize import divide, rotate
 def decode(
     a: DecodeCall, splits: int = 1, ways: int = 1, block: int = BLOCK_N
 ) -> tuple[Tensor, Tensor]:
-    """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, natural log. A tile of a split
-    has ways * block keys: each way has its own block, and its own maximum."""
+    """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32, natural log. A split's tiles
+    have ways * block keys: each way has its own block, and its own maximum."""
     (B, _, N_q, D), (_, H_kv, N, _), device = a.q.shape, a.k.shape, a.q.device
 
     # -- where splits and tiles are ----
