@@ -590,6 +590,7 @@ INVALID = {  # text, line, reason
     "key": ('{"version": 1,\n"rule": []}', 2, "rule does not exist: did you mean rules?"),
     "twice": ('{"version": 1, "rules": [],\n"rules": []}', 2, "rules is given 2 times"),
 }
+TAIL_BLOCK = "keep: tail_block must be of (32, 64), beside a tail that is true, got {}"
 KEEP = (
     "keep must be a fraction above 0, or {{...}} of top_k, top_p, similarity, dense_first, "
     "dense_last: three fractions, the first two not both 0, and two numbers of tokens, got {}"
@@ -621,6 +622,11 @@ RULES = {  # the rule's second line, reason
     '"keep": {"top_k": 0.3, "top_p": -0.1}': KEEP.format('{"top_k": 0.3, "top_p": -0.1}'),
     '"keep": {"top_k": 0.3, "dense_first": 0.5}': KEEP.format('{"top_k": 0.3, "dense_first": 0.5}'),
     '"keep": {"top_k": 0.3, "dense_last": -1}': KEEP.format('{"top_k": 0.3, "dense_last": -1}'),
+    '"keep": {"top_k": 0.3, "tail": 1}':
+        'keep: tail must be true or false, got {"top_k": 0.3, "tail": 1}',
+    '"keep": {"top_k": 0.3, "tail": true, "tail_block": 48}': TAIL_BLOCK.format(
+        '{"top_k": 0.3, "tail": true, "tail_block": 48}'),
+    '"keep": {"top_k": 0.3, "tail_block": 32}': TAIL_BLOCK.format('{"top_k": 0.3, "tail_block": 32}'),
     '"keep": {"topk": 0.3}': "topk does not exist: did you mean top_k?",
     '"keep": {"top_k": 0.3, "top_k": 0.4}': "top_k is given 2 times",
 }  # fmt: skip
