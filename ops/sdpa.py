@@ -269,7 +269,7 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
     prepared, or Inductor may prepare them once for all, if they are constants."""
     call, recipe = call.of_seen_keys(), decode(call.recipe)
     q, k, v, prepared = call.q, call.k, call.v, None
-    if recipe.of_pv.dtype is None:
+    if call.perm is not None and recipe.of_pv.dtype is None:
         v = ordered(v, call.perm)
     seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
     if call.prepared:

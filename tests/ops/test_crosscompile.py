@@ -740,8 +740,8 @@ def test_nvfp4_compiles_to_block_scaled_products_or_to_fp16(architecture, kind):
 # Of sage::decode: each width of a tile of rows, of channels and of codes.
 CACHES = {
     "16 bits": dict(left=100), "mask": dict(masked=True, N_q=4), "64 rows": dict(N_q=16), "256 channels": dict(D=256, N_q=8),
-    "INT8": dict(codes=torch.int8), "INT8, 64 rows": dict(codes=torch.int8, N_q=16, rotated=True),
-    "E4M3": dict(codes=torch.float8_e4m3fn, dtype=torch.float16),
+    "INT8": dict(codes=torch.int8, D=80), "INT8, 64 rows": dict(codes=torch.int8, N_q=16, rotated=True),
+    "E4M3": dict(codes=torch.float8_e4m3fn, dtype=torch.float16, D=80),
     "E4M3, 256 channels": dict(codes=torch.float8_e4m3fn, D=256, N_q=16),
 }  # fmt: skip
 # What has one loop, or none: the kernel, what launches it, and how.
@@ -970,7 +970,7 @@ def test_the_kernel_is_that_of_the_wider_head_dim(monkeypatch):
         a = of_sdpa.attention_call(
             q, q, v, None, of_sdpa._visibility(q, v, None, FULL, recipe), 1.0, recipe
         )
-        assert asked.pop() == (None, recipe, 200, False, None)
+        assert asked.pop() == (None, recipe, 200, False, None, False)
         shape = a.shape(q.device)
         assert (shape.head_dim, shape.capability, shape.q[3], shape.v[3]) == (200, None, D, D_v)
 
