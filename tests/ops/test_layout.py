@@ -22,6 +22,7 @@ from sage_inductor.ops.attention import select, tiles
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.gpus import Gpu
+from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.recipe import NAMED
@@ -105,7 +106,8 @@ def apart(x: Tensor, draw: random.Random) -> Tensor:
 
 
 def drawn(seed: int, runner: Runner, dtype: torch.dtype, longest: int, recipes=RECIPES) -> Case:
-    """N no multiple of a cube, strides, grouped heads, selected lists or lists of anything."""
+    """N no multiple of a cube, strides, grouped heads, selected lists or lists of anything, mostly
+    with a tail."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     recipe = recipes[seed % len(recipes)]
@@ -118,13 +120,14 @@ def drawn(seed: int, runner: Runner, dtype: torch.dtype, longest: int, recipes=R
     *_, v = runner.qkv(B, G * H_kv, H_kv, N, N, D_v, dtype=dtype)
     q, k, v = (apart(x, draw) for x in (q, k, v))
     perm = order_of(N, size, draw.choice(CUBES), before, runner.device)
+    tail = None if NAMED[recipe].of_qk.smooths_q else draw.choice([None, 32, 64])
     if draw.random() < 0.5:
         fields = 0.3, 0, 0, before, after, *BLOCK_SIZE
         found = torch.ops.sage.select_blocks(q, k, 0.1, *fields, "{}", perm)
-        return Case(q, k, v, perm, BlockLists(*found, None, None, *BLOCK_SIZE), recipe)
+        return Case(q, k, v, perm, BlockLists(*found, None, None, *BLOCK_SIZE, tail), recipe)
     blocks = draw.choice([(128, 64), (128, 128), (256, 64)])
     lists = support.block_lists(B, G * H_kv, N, N, *blocks, 0.4, device=runner.device)
-    return Case(q, k, v, perm, lists, recipe)
+    return Case(q, k, v, perm, lists._replace(tail_block=tail), recipe)
 
 
 def assert_as_permuted(call: Callable, case: Case) -> None:
@@ -142,14 +145,20 @@ def by_op(case: Case) -> tuple[Tensor, Tensor]:
 
 def made(case: Case) -> Prepared:
     """What kernels prepare of k and v."""
-    q, k, v, perm, lists, recipe = case
-    visible = Visibility(blocks=lists).keys(k)
-    return launch_prepare(run, Gpu((8, 9), 1), k, v, visible, NAMED[recipe], perm)
+    _, k, _, perm, lists, recipe = case
+    given = Visibility(blocks=lists).keys(k), NAMED[recipe], lists.tail_block, perm
+    return launch_prepare(run, Gpu((8, 9), 1), k, v_of(case), *given)
+
+
+def v_of(case: Case) -> Tensor:
+    """As ops get it: in 16 bits in that order."""
+    return case.v if NAMED[case.recipe].of_pv.dtype else ordered(case.v, case.perm)
 
 
 def by_kernels(case: Case) -> tuple[Tensor, Tensor]:
     """The portable kernel, of what kernels prepared."""
-    q, k, v, perm, lists, recipe = case
+    q, k, _, perm, lists, recipe = case
+    v = v_of(case)
     given = made(case), Visibility(blocks=lists), 0.1, NAMED[recipe]
     return support.launch_portable(attention_call(q, k, v, *given, perm=perm), Tile(128, 64, 4, 2))
 
