@@ -4,9 +4,9 @@ time, height and width, which resemble each other more than 64 tokens of a row o
     as they come    token (t H + h) W + w of T x H x W is at t, h, w; others stand before and behind
     as attended     whole cubes, what is left at the borders by smaller ones, then all other tokens
 
-The tokens of a cube, and the cubes, follow each other as in the video. Nothing is padded. Of
-[21, 45, 80] 93 % are in whole cubes of 4 x 4 x 4, the rest in cubes of 4 x 1 x 4, 1 x 4 x 4 and
-1 x 1 x 4, of which a block has several.
+The tokens of a cube, and the cubes, follow each other as in the video. Nothing is padded. In a
+video of [21, 45, 80] 93 % of the tokens are in whole cubes of 4 x 4 x 4. The rest are in cubes of
+4 x 1 x 4, 1 x 4 x 4 and 1 x 1 x 4, of which a block has several.
 
 `perm` is that order: the i-th to be attended is token perm[i]. Kernels read rows of q, k and v, and
 store rows of out and lse, where `token_of` says. So it takes no pass over any of them, but for v in

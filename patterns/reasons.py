@@ -208,8 +208,8 @@ KEEP_SELF = Cause("blocks are selected for self-attention, got {} queries and {}
 KEEP_WITHOUT_LSE = Cause("blocks are selected where no logsumexp is returned", *_NOT_KEPT)
 KEEP_SCALE = Cause("rule {} selects blocks where scale is above 0, got {}", *_NOT_KEPT)
 LAYOUT = Cause("layout {} must be of {} tokens, with dense ones around it, got {}",
-    "give the frames, rows and columns that attention gets, and other tokens as dense ones or "
-    "segments; compile with static lengths, or give the rule a length of one number, [N, N]",
+    "give attention's own frames, rows and columns, and other tokens as dense ones or segments; "
+    'compile with static lengths, or a rule of "length": [N, N]',
     "the layout has another number of tokens")
 
 # -- who makes the call (sdpa.py, modules.py, sdpa_backends.py, flex.py) ----

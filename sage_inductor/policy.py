@@ -417,6 +417,12 @@ def _keep(value) -> Selection:
     _must(given == 1 or given > 1 and name == "pooled", what, value)
     read: dict[str, Any] = {field: _as_tuple(x) for field, x in fields.items()}
     keep = Selection(**read)
+    _check_places(keep, fields, value)
+    return keep
+
+
+def _check_places(keep: Selection, fields: dict, value) -> None:
+    """What fields of keep, each valid by itself, say together of a prefix, a tail and a layout."""
     competes, prefix = keep.mode == "compete", sum(keep.segments)
     with _at(*["segments"] * (prefix > 0)):
         _must(prefix > 0 or not competes, "mode compete is about segments", value)
@@ -426,26 +432,23 @@ def _keep(value) -> Selection:
         what += "are not padded"
         _must(all(n % block == 0 for n in lengths), what, keep.segments)
     with _at("tail_block"):
-        _must(keep.tail or "tail_block" not in fields, "tail_block must stand beside a tail", value)
+        _must(keep.tail or "tail_block" not in fields, "tail_block needs a tail", value)
     if keep.layout is None:
         with _at("cube"):
-            _must("cube" not in fields, "cube must stand beside layout", value)
-        return keep
+            _must("cube" not in fields, "cube needs a layout", value)
+        return
     with _at("dense"):
         outside = all(
             start == 0 < (end or 0) or start < 0 and end is None for start, end in keep.dense
         )
-        what = "beside layout dense must be [0, n] and [-n, null], the tokens around the video"
+        what = "with a layout dense must be [0, n] and [-n, null], the tokens around the video"
         _must(outside, what, keep.dense)
     with _at("layout"):
         whole = all(n % of == 0 for n, of in zip(keep.layout, keep.cube, strict=True))
         whole = whole and math.prod(keep.layout) % block == 0
-        what = (
-            f"rule vsa must be given a layout of whole cubes, and of blocks of {block} tokens, as "
-        )
-        what += "blocks are not padded"
-        _must(whole or name != "vsa", what, keep.layout)
-    return keep
+        what = "rule vsa must be given a layout of whole cubes, and of blocks of "
+        what += f"{block} tokens, as blocks are not padded"
+        _must(whole or keep.rule != "vsa", what, keep.layout)
 
 
 def _as_tuple(x):

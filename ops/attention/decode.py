@@ -20,6 +20,7 @@ Source: Flash-Decoding (https://pytorch.org/blog/flash-decoding/). Shapes: as in
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -194,29 +195,41 @@ def _combine_splits_kernel(
     tl.store(Lse + row, (m + tl.log2(l)) * _LN2)
 
 
-def plan(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> tuple[int, int, int, int]:
-    """BLOCK_M, S, NUM_STAGES and num_warps. On sm_80 to sm_120 at most 8 bytes spill, and the least
-    shared memory, 99 KiB, holds it. Four warps spill from 64 rows of 128 channels on, eight with 64
-    rows of 256."""
+class Plan(NamedTuple):
+    BLOCK_M: int
+    splits: int
+    stages: int
+    warps: int
+    maxnreg: int | None  # of hopper/decode.py; None: this file's kernel
+
+
+def plan(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> Plan:
+    """On sm_80 to sm_120 this file's kernel spills at most 8 bytes, and the least shared memory, 99
+    KiB, holds it. Four warps spill from 64 rows of 128 channels on, eight with 64 rows of 256."""
     (B, H_q, N_q, D), (_, H_kv, N, D_v) = a.q.shape, a.v.shape
     rows, width = H_q // H_kv * N_q, pad_head_dim(max(int(D), int(D_v)))
     block_m = 16 if rows <= 16 else 32 if rows <= 32 or width == 256 else 64
     of_keys = BLOCK_N * width * (a.k.element_size() + a.v.element_size())  # bytes of a tile
     stages, warps = 3 if of_keys <= 32 << 10 else 2, 4 if block_m * width <= 4096 else 8
-    programs, fewest = PROGRAMS, BLOCK_N
+    programs, fewest, maxnreg = PROGRAMS, BLOCK_N, None
     if reads_words(a, gpu):
         block_m, warps, fewest = 8 if rows <= 8 else 16, WARPS, FEWEST
-        stages, programs, _ = OF_WORDS[block_m]
+        stages, programs, maxnreg = OF_WORDS[block_m]
     splits = programs * gpus.processors(gpu) // (B * H_kv * triton.cdiv(rows, block_m))
     most = torch.sym_min(triton.cdiv(N, fewest), MOST)
-    return block_m, torch.sym_max(torch.sym_min(splits, most), 1), stages, warps
+    return Plan(block_m, torch.sym_max(torch.sym_min(splits, most), 1), stages, warps, maxnreg)
 
 
 def reads_words(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> bool:
-    """Whether hopper/decode.py computes a call: codes that lie in words of four, for at most 16
-    rows. Its strides are compiled in, so packages, which do not know them, have this file's."""
+    """Whether hopper/decode.py computes a call: codes that lie in words of four, and 16-bit q of
+    which four lie in one of 8 bytes, for at most 16 rows. Its strides are compiled in, so packages,
+    which do not know them, have this file's kernel."""
     (_, H_q, N_q, D), H_kv = a.q.shape, a.k.shape[1]
-    places = [n for x in a[:3] for n in (*x.stride()[:3], x.data_ptr())]
+
+    def in_fours(x: Tensor) -> bool:
+        known = all(isinstance(n, int) and n % 4 == 0 for n in x.stride()[:3])
+        return known and x.data_ptr() % (4 * x.element_size()) == 0
+
     return (
         a.k.dtype in CODES
         and a.v.dtype in CODES
@@ -225,7 +238,7 @@ def reads_words(a: DecodeCall, gpu: torch.device | gpus.Gpu) -> bool:
         and gpus.capability(gpu) == (9, 0)
         and H_q // H_kv * N_q <= 16
         and a.q.stride(3) == 1
-        and all(isinstance(n, int) and n % 4 == 0 for n in places)
+        and all(map(in_fours, a[:3]))
         and hopper_unavailable((9, 0)) is None
     )
 
@@ -238,7 +251,7 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
         raise ValueError("sage::decode: E4M3 codes need a GPU of capability 8.9 or more")
     (B, H_q, N_q, D), (_, H_kv, N, D_v) = a.q.shape, a.v.shape
     D, D_v, rows = int(D), int(D_v), H_q // H_kv * N_q
-    block_m, S, num_stages, num_warps = plan(a, gpu)
+    block_m, S, num_stages, num_warps, maxnreg = plan(a, gpu)
     pdl = HAS_PDL and gpus.capability(gpu) == (9, 0)
     k_strides, v_strides, mask_strides = (
         (0, 0, 0) if x is None else x.expand(B, n, N).stride()
@@ -247,13 +260,13 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: DecodeCall) -> tuple[
     run_stride = (0,) if a.is_run is None else a.is_run.expand(B).stride()
     of_splits = a.q.new_empty((B, H_q, N_q, S, D_v), dtype=torch.float32)
     lse_of_splits = a.q.new_empty((B, H_q, N_q, S), dtype=torch.float32)
-    if reads_words(a, gpu):
-        from sage_inductor.ops.attention.hopper.decode import decode_codes_kernel as kernel
-
-        tile, option = (block_m, KEYS_OF_WARP, num_stages), {"maxnreg": OF_WORDS[block_m][2]}
-    else:
+    if maxnreg is None:
         kernel, option = _decode_kernel, {}
         tile = block_m, BLOCK_N, pad_head_dim(D), pad_head_dim(D_v), num_stages
+    else:
+        from sage_inductor.ops.attention.hopper.decode import decode_codes_kernel as kernel
+
+        tile, option = (block_m, KEYS_OF_WARP, num_stages), {"maxnreg": maxnreg}
     run(
         kernel,
         (B * H_kv * triton.cdiv(rows, block_m), S),

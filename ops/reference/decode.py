@@ -78,11 +78,8 @@ def decode(
         v_scale = tiled(read_scale(a.v_scale))
         largest = v_scale.amax(-1, keepdim=True).clamp(min=TINY).cummax(-2).values
         p, rescale = p * (v_scale * divide(1.0, largest)), rescale * largest
-    p = (
-        (p.to(a.q.dtype if a.v_scale is None else torch.float16).float() * rescale)
-        .flatten(-2)
-        .transpose(2, 3)
-    )  # [B, H_kv, S, M, most]
+    dtype = a.q.dtype if a.v_scale is None else torch.float16
+    p = (p.to(dtype).float() * rescale).flatten(-2).transpose(2, 3)  # [B, H_kv, S, M, most]
     o = p @ read(a.v.float()).unflatten(2, (splits, -1))  # [B, H_kv, S, M, D_v]
     o = o.transpose(2, 3) * _inverse(l)
     lse = m_last[..., 0, 0] + l.log2() - bits

@@ -81,7 +81,8 @@ class Selection(NamedTuple):
     top_k: float = 0.0  # the fraction of the blocks that are not always kept
     top_p: float = 0.0  # and more, until the softmax over all blocks sums to this
     # Self-similarity below which a block's tokens are not alike; 1 / block for independent ones. At
-    # equal work 0.1 is 3 to 12 dB above 0, and up to 0.7 of the blocks above 0.2 (bench/NOTES.md).
+    # equal work 0.1 was 3 to 12 dB above 0 on an image model, and is 6 dB below it on a video model
+    # (bench/NOTES.md).
     similarity: float = 0.1
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end
@@ -249,19 +250,9 @@ select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, m
 
 @select_blocks.register_fake
 def _(
-    q,
-    k,
-    scale,
-    top_k,
-    top_p,
-    similarity,
-    dense_first,
-    dense_last,
-    block_q,
-    block_kv,
-    others="{}",
+    q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv, others="{}",
     perm=None,
-):
+):  # fmt: skip
     fix_head_dims(q, k)
     N = q.shape[2]
     rows = *q.shape[:2], (N + block_q - 1) // block_q

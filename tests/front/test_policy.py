@@ -675,14 +675,14 @@ RULES = {  # the rule's second line, reason
     '"keep": {"top_k": 0.3, "tail": 1}': "tail must be true or false, got 1",
     '"keep": {"top_k": 0.3, "tail": true, "tail_block": 16}': "tail_block must be of (32, 64), got 16",
     '"keep": {"top_k": 0.3, "tail_block": 32}':
-        'tail_block must stand beside a tail, got {"top_k": 0.3, "tail_block": 32}',
+        'tail_block needs a tail, got {"top_k": 0.3, "tail_block": 32}',
     '"keep": {"rule": "vsa", "sparsity": 0.9, "layout": [4, 6, 4]}': "rule vsa must be given a "
         "layout of whole cubes, and of blocks of 64 tokens, as blocks are not padded, got [4, 6, 4]",
     '"keep": {"rule": "vsa", "sparsity": 0.9, "layout": [4, 4, 4], "blocks": [128, 64]}':
         "rule vsa must be given a layout of whole cubes, and of blocks of 128 tokens, as blocks are "
         "not padded, got [4, 4, 4]",
     '"keep": {"rule": "sla", "top_k": 0.1, "layout": [4, 6, 4], "dense": [[0, 9], [3, 5]]}':
-        "beside layout dense must be [0, n] and [-n, null], the tokens around the video, got "
+        "with a layout dense must be [0, n] and [-n, null], the tokens around the video, got "
         "[[0, 9], [3, 5]]",
     '"keep": {"rule": "vsa", "sparsity": 0.9, "segments": [-1]}':
         "segments must be a list of numbers of tokens, got [-1]",

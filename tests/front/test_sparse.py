@@ -309,7 +309,7 @@ WRONG = {
     "cube must be .* a multiple of 64 tokens, got .4, 4, 2.": {
         "layout": [4, 9, 12], "cube": [4, 4, 2],
     },
-    "cube must stand beside layout": {"cube": [4, 4, 4]},
+    "cube needs a layout": {"cube": [4, 4, 4]},
     "layouts does not exist: did you mean layout": {"layouts": [4, 9, 12]},
 }  # fmt: skip
 

@@ -457,6 +457,26 @@ def test_each_sequence_has_its_own_run():
     assert_close(out.double(), by_hand(a)[0], rtol=2e-3, atol=2e-3)
 
 
+def test_words_are_read_where_codes_and_q_lie_in_fours():
+    """Four numbers of q are 8 bytes. A package does not know strides."""
+    gpu, a = gpus.Gpu((9, 0), 132), call_of(codes=INT8)
+    assert reads_words(a, gpu) and plan(a, gpu).maxnreg
+    assert not reads_words(a, gpus.Gpu((8, 9), 132)) and not plan(a, gpus.Gpu((8, 9), 132)).maxnreg
+
+    def moved(x: Tensor, by: int) -> Tensor:
+        return x.new_zeros(x.numel() + by)[by:].view(x.shape)
+
+    for name, by, reads in (
+        ("q", 2, False), ("q", 4, True), ("k", 2, False), ("k", 4, True), ("v", 1, False),
+    ):  # fmt: skip
+        assert reads_words(a._replace(**{name: moved(getattr(a, name), by)}), gpu) == reads, name
+    for other in (
+        a._replace(q=a.q.new_zeros(2, 6, 3, 65)[..., :64]), a._replace(q=a.q.mT.contiguous().mT),
+        a._replace(v=a.v.half(), v_scale=None), a._replace(q=a.q.expand(2, 6, 3, 64).repeat(1, 1, 2, 1)),
+    ):  # fmt: skip
+        assert not reads_words(other, gpu)
+
+
 # -- what its kernel for codes compiles to ----
 
 
