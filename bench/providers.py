@@ -239,9 +239,10 @@ def walk_of(a: AttentionCall, tile: Tile) -> torch.Tensor:
     B, H, num_m = *a.q.shape[:2], given["num_m"]
     strides = given["stride_lb"], given["stride_lh"], given["stride_lm"], 1
     rows = given["List"].as_strided((B, H, num_m, strides[2]), strides).tolist()
+    room = plan.room_for_tail(tile, a.n_kv, a.tail_block)
     walk = torch.zeros(B, H, num_m * tile.warpgroups, strides[2], dtype=torch.int64)
     for b, h, m in itertools.product(range(B), range(H), range(num_m)):
-        whole, count, _, *entries = rows[b][h][m]
+        (whole, count, _), entries = rows[b][h][m][:3], rows[b][h][m][3 + room :]
         read = torch.tensor([*entries[:whole], *entries[::-1][: count - whole]], dtype=torch.int64)
         for wg in range(tile.warpgroups):
             code = read >> 2 * wg & 3

@@ -288,9 +288,11 @@ def hopper_of_blocks(
     tile = hopper(capability, pv, head_dim, False, ANY)
     if tile is None or (pv == "fp8" and head_dim <= 64 and n_kv < LISTED_KEYS):
         return None
+    if head_dim <= 128 and block_q % TWO.BLOCK_M == 0:
+        return TWO  # which reads two blocks of 64 at once
     keys = math.gcd(tile.BLOCK_N, block_kv)
     if head_dim <= 128:
-        tile = TWO if block_q % TWO.BLOCK_M == 0 else THREE
+        tile = THREE
     stages = tile.num_stages * tile.BLOCK_N // keys
     return dataclasses.replace(tile, BLOCK_N=keys, num_stages=stages)
 

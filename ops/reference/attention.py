@@ -31,8 +31,9 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """The kernel that `a.recipe` names, reading `block_n` keys at a time: out [B, H_q, N_q, D_v] of
     q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. walk [B, H_q, tiles of 64
-    queries, n]: the n blocks of block_n keys that each tile reads, in their order, as 4 j + code;
-    the code is the Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists."""
+    queries, n]: the n blocks that each tile reads, in their order, as 4 j + code; the code is the
+    Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists. A block is block_n
+    keys, or as many as divide it and the lists' blocks."""
     if a.perm is not None:
         in_order = a._replace(q=a.q.index_select(2, a.perm), perm=None)
         (out, lse), back = attention(in_order, block_n, walk), a.perm.argsort()
@@ -66,7 +67,9 @@ def attention(
     x = x[..., :n_kv]
     if walk is not None:
         x = masked(x, a.attn_mask, None, None, False, LOG2E)
-        x, keys = _as_walked(x, masked(x, None, *a.band), walk, block_n)
+        n = block_n if a.blocks.size is None else math.gcd(block_n, a.blocks.block_kv)
+        walk = F.pad(walk, (0, -walk.shape[3] % (block_n // n)))  # whole steps, before a tail
+        x, keys = _as_walked(x, masked(x, None, *a.band), walk, n)
     elif a.blocks.size is None:
         keys, x = None, masked(x, a.attn_mask, *a.band, LOG2E)
         x = F.pad(x, (0, k.shape[2] - n_kv), value=-math.inf)

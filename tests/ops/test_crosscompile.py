@@ -255,8 +255,8 @@ def test_a_tail_leaves_the_loops_by_lists_as_they_are(pv, head_dim, blocks, tail
     )
     assert len(plain) == 2 * tile.warpgroups and len(tailed) == 3 * tile.warpgroups
     listed = [loop for n, loop in enumerate(tailed) if n % 3 < 2]
-    for before, after in zip(plain, listed, strict=True):
-        assert abs(len(after) - len(before)) <= 12
+    for n, (before, after) in enumerate(zip(plain, listed, strict=True)):
+        assert abs(len(after) - len(before)) <= (32 if n % 2 else 12)
     assert all(spilled(loop) <= 8 for loop in tailed), [*map(spilled, tailed)]
 
 

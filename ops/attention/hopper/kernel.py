@@ -23,7 +23,7 @@ Flags, and what each needs:
     LEFT, RIGHT, BOTTOM_RIGHT    the band; -1, -1, False: none
     CAUSAL     RIGHT is 0        SDPA's is_causal, unless BOUNDED
     BOUNDED    LISTED, or a band other than is_causal's: blocks have codes (tile_lists.py)
-    LISTED     a tile reads the blocks of its list    2 or 3 warpgroups, or MASK
+    LISTED     a tile reads the blocks of its list, of so many keys    2 or 3 warpgroups, or MASK
     MASK       scores are hidden by bits              LISTED, FP8
     SPLIT      some tiles are split                   no band, not LISTED, 2 or 3 warpgroups
     FP8        p and v are in FP8, else in 16 bits    without it BLOCK_DV <= 128
@@ -83,7 +83,7 @@ _LEAST = gl.constexpr(2.0**-46)  # of a scale: what it makes of codes is 0 besid
 
 
 # A tile's batch, heads and first row; if BOUNDED, what `walk` says of the blocks that it reads.
-Tile = collections.namedtuple("Tile", "b h h_kv row first_block whole")
+Tile = collections.namedtuple("Tile", "b h h_kv row first_block whole count")
 # A warpgroup's turn at the tensor cores: its barrier and phase, the next warpgroup's barrier, and
 # that of the place in the ring which is free then, if any is.
 Turn = collections.namedtuple("Turn", "own phase next read any_read")
@@ -273,40 +273,56 @@ def _quantize_q(q, q_smem, ctx):
 
 
 @gluon.jit
-def _fetch(n, end, i, head_kv, tile, ctx):
-    """The n-th block of k and v that a tile reads, unless that is its end, into the ring's place
-    for the i-th."""
-    j = n
-    if ctx.BOUNDED:
-        entry = 0
-        if ctx.LISTED:
-            last = gl.maximum(end - 1, 0)
-            entry = entry_of(tile.first_block, gl.minimum(n, last), tile.whole, ctx)
-        j, _ = block_of(tile.first_block, n, entry, 0, tile.row, ctx)
-    stage, reads = i % ctx.STAGES, n < end
-    bar = ctx.ring.full.index(stage)
-    row_k = head_kv * ctx.N_pad + j * ctx.BLOCK_N
-    of_scales: gl.constexpr = 4 * ctx.BLOCK_N if ctx.OWN else 0
-    mbarrier.expect(bar, ctx.K.block_type.nbytes + ctx.V.block_type.nbytes + of_scales, pred=reads)
-    if ctx.OWN:
-        own = j >= _first_own(tile.row, ctx.BLOCK_N)
-        k = ctx.k_smem.index(stage)
-        tma_load(ctx.K, [row_k, 0], bar, k, pred=reads & (own == 0))
-        tma_load(ctx.K_own, [row_k, 0], bar, k, pred=reads & own)
-        tma_load(ctx.K_own_scale, [row_k], bar, ctx.scale_smem.index(stage), pred=reads)
-    else:
-        tma_load(ctx.K, [row_k, 0], bar, ctx.k_smem.index(stage), pred=reads)
-    _fetch_v(ctx.V, j, stage, head_kv, tile, reads, ctx)
+def _entry(n, tile, ctx):
+    """The n-th entry of a tile's list. One beyond the last is nothing of block 0."""
+    entry = entry_of(tile.first_block, n, tile.whole, ctx)
+    if ctx.READS > 1:
+        entry = gl.where(n < tile.count, entry, 0)
+    return entry
 
 
 @gluon.jit
-def _fetch_v(V, j, stage, head_kv, tile, reads, ctx):
-    bar, v = ctx.ring.full.index(stage), ctx.v_smem.index(stage)
+def _fetch(n, end, i, head_kv, tile, ctx):
+    """The n-th block of k and v that a tile reads, or READS of its list, unless that is its end,
+    into the ring's place for the i-th."""
+    stage, reads = i % ctx.STAGES, n < end
+    bar = ctx.ring.full.index(stage)
+    of_scales: gl.constexpr = 4 * ctx.BLOCK_N if ctx.OWN else 0
+    of_kv: gl.constexpr = ctx.READS * (ctx.K.block_type.nbytes + ctx.V.block_type.nbytes)
+    mbarrier.expect(bar, of_kv + of_scales, pred=reads)
+    for nth in gl.static_range(ctx.READS):
+        j = n
+        if ctx.BOUNDED:
+            entry = 0
+            if ctx.LISTED:
+                last = gl.maximum(end - 1, 0)
+                entry = _entry(gl.minimum(n, last) * ctx.READS + nth, tile, ctx)
+            j, _ = block_of(tile.first_block, n, entry, 0, tile.row, ctx)
+        row_k, k = head_kv * ctx.N_pad + j * ctx.READ_N, _place(ctx.k_smem, stage, nth, ctx)
+        if ctx.OWN:
+            own = j >= _first_own(tile.row, ctx.BLOCK_N)
+            tma_load(ctx.K, [row_k, 0], bar, k, pred=reads & (own == 0))
+            tma_load(ctx.K_own, [row_k, 0], bar, k, pred=reads & own)
+            tma_load(ctx.K_own_scale, [row_k], bar, ctx.scale_smem.index(stage), pred=reads)
+        else:
+            tma_load(ctx.K, [row_k, 0], bar, k, pred=reads)
+        _fetch_v(ctx.V, j, stage, nth, head_kv, tile, reads, ctx)
+
+
+@gluon.jit
+def _place(smem, stage, nth: gl.constexpr, ctx):
+    """Of the nth of READS blocks in a stage of k or v."""
+    return smem.index(stage * ctx.READS + nth)
+
+
+@gluon.jit
+def _fetch_v(V, j, stage, nth: gl.constexpr, head_kv, tile, reads, ctx):
+    bar, v = ctx.ring.full.index(stage), _place(ctx.v_smem, stage, nth, ctx)
     if ctx.FP8:
-        tma_load(V, [head_kv * ctx.BLOCK_DV, j * ctx.BLOCK_N], bar, v, pred=reads)
+        tma_load(V, [head_kv * ctx.BLOCK_DV, j * ctx.READ_N], bar, v, pred=reads)
     else:
         v = reinterpret(v, V.dtype, V.block_type.shape, V.layout)
-        tma_load(V, [tile.b, tile.h_kv, j * ctx.BLOCK_N, 0], bar, v, pred=reads)
+        tma_load(V, [tile.b, tile.h_kv, j * ctx.READ_N, 0], bar, v, pred=reads)
 
 
 @gluon.jit
@@ -320,11 +336,15 @@ def _fetch_tail(j, i, head_kv, tile, ctx):
     """As `_fetch`, the j-th block of the tail."""
     stage = i % ctx.STAGES
     bar = ctx.ring.full.index(stage)
-    row_k = head_kv * _padded_tail(ctx) + j * ctx.BLOCK_N
-    mbarrier.expect(bar, ctx.K.block_type.nbytes + ctx.V.block_type.nbytes + 4 * ctx.BLOCK_N)
-    tma_load(ctx.K_tail, [row_k, 0], bar, ctx.k_smem.index(stage))
-    tma_load(ctx.Bias, [row_k], bar, ctx.bias_smem.index(stage))
-    _fetch_v(ctx.V_tail, j, stage, head_kv, tile, True, ctx)
+    of_kv: gl.constexpr = ctx.READS * (ctx.K.block_type.nbytes + ctx.V.block_type.nbytes)
+    mbarrier.expect(bar, of_kv + 4 * ctx.BLOCK_N)
+    row_k = head_kv * _padded_tail(ctx)
+    tma_load(ctx.Bias, [row_k + j * ctx.BLOCK_N], bar, ctx.bias_smem.index(stage))
+    for nth in gl.static_range(ctx.READS):
+        part = j * ctx.READS + nth
+        k = _place(ctx.k_smem, stage, nth, ctx)
+        tma_load(ctx.K_tail, [row_k + part * ctx.READ_N, 0], bar, k)
+        _fetch_v(ctx.V_tail, part, stage, nth, head_kv, tile, True, ctx)
 
 
 @gluon.jit
@@ -348,7 +368,7 @@ def _hide_by_words(x, j, rows, PART: gl.constexpr, ctx):
     """`_hide` by the mask; in the TAIL by a row of words for all rows. A thread's constants of a
     register are on the right, as in `_columns_below`: a score takes one test of a bit."""
     L5: gl.constexpr = x.type.layout
-    WORDS: gl.constexpr = ctx.BLOCK_N // 32
+    WORDS: gl.constexpr = 2 * x.shape[1]
     x = x.reshape([64, WORDS, 4, 4, 2])
     L: gl.constexpr = x.type.layout
     E: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))
@@ -366,7 +386,7 @@ def _hide_by_words(x, j, rows, PART: gl.constexpr, ctx):
         found = gl.load(rows.words + (row.to(gl.int64) * ctx.stride_wm)[:, None] + word[None, :])
     found = gl.expand_dims(gl.expand_dims(gl.expand_dims(found, 2), 3), 4) >> (quad * 2)
     x = gl.where((found & (1 << (core * 8 + even_odd))) != 0, x, -float("inf"))
-    return gl.convert_layout(x.reshape([64, ctx.BLOCK_N // 64, 8, 4, 2]), L5, assert_trivial=True)
+    return gl.convert_layout(x.reshape([64, WORDS // 2, 8, 4, 2]), L5, assert_trivial=True)
 
 
 @gluon.jit
@@ -377,7 +397,7 @@ def _hide(x, j, code, rows, ctx):
     ROW: gl.constexpr = gl.SliceLayout(
         1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(2, L5)))
     )
-    BLOCKS: gl.constexpr = ctx.BLOCK_N // 64
+    BLOCKS: gl.constexpr = x.shape[1]
     if ctx.MASK:
         x = _hide_by_words(x, j, rows, CODED, ctx)
     limit = gl.full([64], ctx.N_kv, gl.int32, ROW)
@@ -388,12 +408,33 @@ def _hide(x, j, code, rows, ctx):
         right = gl.minimum(limit, here + (ctx.RIGHT + 1))
         limit = gl.where(code == 2, limit, right) if ctx.LISTED else right
     if ctx.RIGHT >= 0 or not ctx.MASK:  # no bit shows a key beyond N_kv
-        x = gl.where(_columns_below(limit - j * ctx.BLOCK_N, L5, BLOCKS), x, -float("inf"))
+        x = gl.where(_columns_below(limit - j * (64 * BLOCKS), L5, BLOCKS), x, -float("inf"))
     if ctx.LEFT >= 0:
-        left = here - ctx.LEFT - j * ctx.BLOCK_N
+        left = here - ctx.LEFT - j * (64 * BLOCKS)
         if ctx.LISTED:
             left = gl.where(code == 2, 0, left)
         x = gl.where(_columns_below(left, L5, BLOCKS), -float("inf"), x)
+    return x
+
+
+@gluon.jit
+def _hide_each(x, blocks, codes, rows, ctx):
+    """`_hide`, of READS blocks side by side, and all of one whose code is 0."""
+    if ctx.READS == 1:
+        x = _hide(x, blocks[0], codes[0], rows, ctx)
+    else:
+        L5: gl.constexpr = x.type.layout
+        S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+        H5: gl.constexpr = gl.full([64, 64], 0, gl.int32, S).reshape([64, 1, 8, 4, 2]).type.layout
+        parts, hidden = gl.split(x.permute([0, 2, 3, 4, 1])), ()
+        for nth in gl.static_range(2):
+            part = parts[nth].reshape([64, 1, 8, 4, 2])
+            part = gl.convert_layout(part, H5, assert_trivial=True)
+            part = _hide(part, blocks[nth], codes[nth], rows, ctx)
+            part = gl.where(codes[nth] == 0, -float("inf"), part)
+            hidden = hidden + (part.reshape([64, 8, 4, 2]),)
+        x = gl.join(hidden[0], hidden[1]).permute([0, 4, 1, 2, 3])
+        x = gl.convert_layout(x, L5, assert_trivial=True)
     return x
 
 
@@ -443,15 +484,30 @@ def _softmax(x, c, highest, m, l, PART: gl.constexpr, FP8: gl.constexpr):
 
 
 @gluon.jit
-def _add_pv(p, v, o, alpha, FP8: gl.constexpr):
+def _add_pv(p, v, nth: gl.constexpr, o, alpha, ctx):
     """o * alpha + p v in FP8, in two levels: the tensor cores add up in 13 mantissa bits, so each
-    product starts from zero. In 16 bits o + p v: o is scaled before the warpgroup's turn."""
-    if FP8:
-        product = warpgroup_mma(p, v, o, use_acc=False, is_async=True)
-        product = warpgroup_mma_wait(0, [product])
-        return o * alpha + product
+    product starts from zero. In 16 bits o + p v: o is scaled before the warpgroup's turn. p: a
+    product for each of them. Of v the nth CHUNK of channels."""
+    sum = o
+    for i in gl.static_range(ctx.READS):
+        part = v[i].slice(nth * ctx.CHUNK, ctx.CHUNK, dim=1)
+        sum = warpgroup_mma(p[i], part, sum, use_acc=i > 0 or not ctx.FP8, is_async=True)
+    sum = warpgroup_mma_wait(0, [sum])
+    return o * alpha + sum if ctx.FP8 else sum
+
+
+@gluon.jit
+def _operands(p, P: gl.constexpr, ctx):
+    """p [64, BLOCK_N], in registers for the tensor cores, of READS blocks of keys."""
+    if ctx.READS == 1:
+        found = (gl.convert_layout(p, P, assert_trivial=True),)
     else:
-        return warpgroup_mma_wait(0, [warpgroup_mma(p, v, o, is_async=True)])
+        first, second = gl.split(p.reshape([64, 2, 64]).permute([0, 2, 1]))
+        found = (
+            gl.convert_layout(first, P, assert_trivial=True),
+            gl.convert_layout(second, P, assert_trivial=True),
+        )
+    return found
 
 
 @gluon.jit
@@ -479,13 +535,15 @@ def _attend(
     there are no turns). k_scale: of each 64 keys; if the codes are OWN, in shared memory, of each
     key."""
     BLOCK_N: gl.constexpr = ctx.BLOCK_N
-    CHUNK: gl.constexpr = ctx.CHUNK
     BLOCKS: gl.constexpr = BLOCK_N // 64
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     OROW: gl.constexpr = gl.SliceLayout(1, o[0].type.layout)
     P: gl.constexpr = gl.DotOperandLayout(0, o[0].type.layout, 4 if ctx.FP8 else 2)
     zero = gl.full([64, BLOCK_N], 0, gl.int32, S)
-    k = ctx.k_smem.index(stage).permute((1, 0))
+    k = ctx.k_smem
+    if ctx.READS > 1:
+        k = reinterpret(k, gl.int8, [ctx.STAGES, BLOCK_N, ctx.BLOCK_D], ctx.K.layout)
+    k = k.index(stage).permute((1, 0))
     s = warpgroup_mma(ctx.q_smem.index(wg), k, zero, use_acc=False, is_async=True)
     if not ctx.ALONE:  # side by side: around each of them Triton lets the warpgroup wait for itself
         _pass_on(turn)
@@ -502,40 +560,52 @@ def _attend(
     if PART == EDGE or PART == TAIL:  # scaled first: the other way takes more registers
         c5 = gl.expand_dims(gl.expand_dims(c, 3), 2)  # [64, blocks, 1, 1, 1]
         if PART == EDGE:
-            x = _hide(x * c5, block, 1, rows, ctx)
+            x = _hide(x * c5, block[0], 1, rows, ctx)
         else:
             x = _add_bias(x * c5, ctx.bias_smem.index(stage).load(gl.SliceLayout(0, S)))
-            x = _hide_by_words(x, block, rows, PART, ctx)
+            x = _hide_by_words(x, block[0], rows, PART, ctx)
         highest = _row_maximum(x)
     else:  # scaled in the exponential, by an fma
         if PART == CODED:
-            if code < 3:
-                x = _hide(x, block, code, rows, ctx)
+            if _least(code, ctx) < 3:
+                x = _hide_each(x, block, code, rows, ctx)
             highest = _row_maximum(x)  # where s stays, up to 100 registers are spilled
         else:
             highest = _row_maximum(s).to(gl.float32)  # of integers it takes half the instructions
         highest = highest * c
     p, m, l, alpha = _softmax(x, c, highest, m, l, PART, ctx.FP8)
     alpha = gl.expand_dims(gl.convert_layout(alpha, OROW, assert_trivial=True), 1)
+    v = ()
+    for nth in gl.static_range(ctx.READS):
+        part = _place(ctx.v_smem, stage, nth, ctx)
+        v = v + (part.permute((1, 0)) if ctx.FP8 else part,)
     if ctx.FP8:
         p = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
-        p = gl.convert_layout(p.reshape([64, BLOCK_N]), P, assert_trivial=True)
-        p = _to_fp8(p)
-        v = ctx.v_smem.index(stage).permute((1, 0))
+        p = _operands(p.reshape([64, BLOCK_N]), P, ctx)
+        p = (_to_fp8(p[0]), _to_fp8(p[1])) if ctx.READS > 1 else (_to_fp8(p[0]),)
     else:
-        p = p.reshape([64, BLOCK_N]).to(ctx.v_smem.dtype)
-        p = gl.convert_layout(p, P, assert_trivial=True)
-        v = ctx.v_smem.index(stage)
+        p = _operands(p.reshape([64, BLOCK_N]).to(ctx.v_smem.dtype), P, ctx)
         o = (o[0] * alpha,)
     if not ctx.ALONE:
         if ctx.BLOCK_DV > 64 and not ctx.FP8:
             l = _pin(l)
         mbarrier.wait(turn.own, turn.phase)
     sums = ()
-    for n in gl.static_range(ctx.BLOCK_DV // CHUNK):
-        part = v.slice(n * CHUNK, CHUNK, dim=1)
-        sums = sums + (_add_pv(p, part, o[n], alpha, ctx.FP8),)
+    for n in gl.static_range(ctx.BLOCK_DV // ctx.CHUNK):
+        sums = sums + (_add_pv(p, v, n, o[n], alpha, ctx),)
     return m, l, sums
+
+
+@gluon.jit
+def _least(codes, ctx):
+    return gl.minimum(codes[0], codes[1]) if ctx.READS > 1 else codes[0]
+
+
+@gluon.jit
+def _entries(j, tile, ctx):
+    """Of the list, those of the j-th step."""
+    first = _entry(j * ctx.READS, tile, ctx)
+    return (first, _entry(j * ctx.READS + 1, tile, ctx)) if ctx.READS > 1 else (first,)
 
 
 @gluon.jit
@@ -543,24 +613,31 @@ def _attend_blocks(
     PART: gl.constexpr, lo, hi, end, entry, m, l, o, wg: gl.constexpr, rows, tile, ctx
 ):  # fmt: skip
     """m, l and o after the blocks from the lo-th to before the hi-th that the tile reads, and the
-    list's entry of the hi-th. TAIL: the lo-th is the first of the tail."""
+    list's entries of the hi-th. TAIL: the lo-th is the first of the tail. LISTED: a step is READS
+    of its list's blocks."""
     for j in range(lo, hi):
         i = rows.fetched + j
         stage = i % ctx.STAGES
         turn = _turn_after(j, wg, rows, ctx)
-        block, code = j, 0
+        block, code, some = (j,), (0,), 0
         if PART == TAIL:
-            block = j - lo
+            block = (j - lo,)
         elif ctx.BOUNDED:
-            block, code = block_of(tile.first_block, j, entry, wg, rows.row0, ctx)
-        if ctx.LISTED and PART != TAIL:  # of the next one, which arrives meanwhile
-            entry = entry_of(tile.first_block, j + 1, tile.whole, ctx)
+            block, code = (), ()
+            for nth in gl.static_range(ctx.READS):
+                found = block_of(tile.first_block, j, entry[nth], wg, rows.row0, ctx)
+                block, code, some = block + (found[0],), code + (found[1],), some | found[1]
+        if ctx.LISTED and PART != TAIL:  # of the next ones, which arrive meanwhile
+            entry = _entries(j + 1, tile, ctx)
         if ctx.OWN and PART == EDGE:
             k_scale = ctx.scale_smem.index(stage)
+        elif ctx.READS > 1 and PART != TAIL:
+            second = gl.arange(0, 2, layout=rows.k_scale.type.layout) == 1
+            k_scale = gl.load(rows.k_scale + gl.where(second, block[1] - 1, block[0]))
         else:
-            k_scale = gl.load(rows.k_scale + block * (ctx.BLOCK_N // 64))
+            k_scale = gl.load(rows.k_scale + block[0] * (ctx.BLOCK_N // 64))
         ctx.ring.wait_full(i)
-        if PART != CODED or ctx.ALONE or code > 0:
+        if PART != CODED or ctx.ALONE or some > 0:
             m, l, o = _attend(PART, stage, block, code, k_scale, m, l, o, turn, wg, rows, ctx)
         else:
             _pass_on(turn)
@@ -570,6 +647,12 @@ def _attend_blocks(
             gluon_barrier()  # all its warps have read the stage
             _fetch(j + ctx.STAGES, end, i, head_kv, tile, ctx)
     return entry, m, l, o
+
+
+@gluon.jit
+def _steps(count, ctx):
+    """By READS blocks each."""
+    return (count + ctx.READS - 1) // ctx.READS
 
 
 @gluon.jit
@@ -715,14 +798,14 @@ def _consumer(wg: gl.constexpr, ctx):
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
     for item in range(items):
-        tile = Tile(b, h, h_kv, row, 0, 0)
+        tile = Tile(b, h, h_kv, row, 0, 0, 0)
         if ctx.BOUNDED:
-            tile = Tile(b, h, h_kv, row, first_block, read_whole)
+            tile = Tile(b, h, h_kv, row, first_block, read_whole, read_all)
         row0 = row + wg * 64
         head_kv = b * ctx.H_kv + h_kv
-        entry = 0
+        entry = (0,)
         if ctx.LISTED:
-            entry = entry_of(first_block, 0, read_whole, ctx)
+            entry = _entries(0, tile, ctx)
         m = gl.full([64], -float("inf"), gl.float32, ROW)
         l = gl.full([64, 4], 0.0, gl.float32, QUAD)
         zeros = gl.full([64, ctx.CHUNK], 0.0, gl.float32, O)
@@ -736,7 +819,8 @@ def _consumer(wg: gl.constexpr, ctx):
             begin = 0
             if ctx.MASK:
                 words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
-            whole, mine, end = read_whole, read_all, read_all
+            whole, mine = read_whole // ctx.READS, _steps(read_all, ctx)
+            end = mine
         else:
             if not ctx.SPLIT:
                 begin = 0
@@ -803,13 +887,13 @@ def _producer(ctx):
     for item in range(count + pieces):
         t, begin, end = _work_item(item, count, first, last, blocks, ctx)
         b, h, h_kv, row = _place_of(t, ctx)
-        first_block, whole = 0, 0
+        first_block, whole, read_all = 0, 0, 0
         if ctx.BOUNDED:
-            first_block, whole, end = walk(b, h, row, ctx)
-            begin = 0
+            first_block, whole, read_all = walk(b, h, row, ctx)
+            begin, end = 0, _steps(read_all, ctx)
         elif not ctx.SPLIT:
             end = _num_blocks(row + ctx.BLOCK_M, ctx.N_kv, ctx)
-        tile, head_kv = Tile(b, h, h_kv, row, first_block, whole), b * ctx.H_kv + h_kv
+        tile, head_kv = Tile(b, h, h_kv, row, first_block, whole, read_all), b * ctx.H_kv + h_kv
         for n in range(begin, end):
             i = fetched + n - begin
             ctx.ring.wait_free(i)
@@ -858,13 +942,16 @@ def _hopper_kernel(
     # (Triton 3.9) spills 44 registers a loop: 1.44x the time of Triton 3.6's, which four make 1.11x
     # (H200, 2026-11-22). Triton 3.6's own takes 1.016x with four, 1.000x causal.
     CHUNK: gl.constexpr = 64 if BLOCK_DV == 256 else BLOCK_DV
+    READ_N: gl.constexpr = LISTED or BLOCK_N  # keys that are read at once
+    READS: gl.constexpr = BLOCK_N // READ_N
     num_m = (N_q + BLOCK_M - 1) // BLOCK_M
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, BLOCK_D], gl.int8)
-    VS: gl.constexpr = [BLOCK_DV, BLOCK_N] if FP8 else [BLOCK_N, BLOCK_DV]
+    gl.static_assert(READS == 1 or (READ_N == 64 and READS == 2 and BLOCK_D <= 128))
+    VS: gl.constexpr = [BLOCK_DV, READ_N] if FP8 else [READ_N, BLOCK_DV]
     VL: gl.constexpr = gl.NVMMASharedLayout.get_default_for(VS, V.dtype)
     q_smem = gl.allocate_shared_memory(gl.int8, [WARPGROUPS, 64, BLOCK_D], L)
-    k_smem = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_D], K.layout)
-    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES, VS[0], VS[1]], VL)
+    k_smem = gl.allocate_shared_memory(gl.int8, [STAGES * READS, READ_N, BLOCK_D], K.layout)
+    v_smem = gl.allocate_shared_memory(V.dtype, [STAGES * READS, VS[0], VS[1]], VL)
     scale_smem = None
     if OWN:
         scale_smem = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_N], K_own_scale.layout)

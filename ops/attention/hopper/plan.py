@@ -7,6 +7,7 @@ tiles are computed whole, and the launch that adds up the pieces of the others.
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -168,13 +169,14 @@ def _plan(
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
     fp8, BLOCK_DV = v_dtype == torch.float8_e4m3fn, pad_head_dim(D_v)
-    heads, keys, tail = B * H_kv, tile.BLOCK_N, ()
+    of_list = _keys_of_an_entry(tile, of_lists) if of_mask or of_lists else 0
+    heads, keys, tail = B * H_kv, of_list or tile.BLOCK_N, ()
 
     def of_k(rows) -> GluonDescriptor:
         return _descriptor(torch.int8, (heads * rows, BLOCK_D), (BLOCK_D, 1), [keys, BLOCK_D])
 
     def of_keys(rows) -> GluonDescriptor:
-        return _descriptor(torch.float32, (heads * rows,), (1,), [keys])
+        return _descriptor(torch.float32, (heads * rows,), (1,), [tile.BLOCK_N])
 
     def of_v(rows, shape, strides) -> GluonDescriptor:
         if not fp8:
@@ -189,10 +191,10 @@ def _plan(
     k_own_scale = of_keys(N_pad) if has_own else None
     num_m, blocks = triton.cdiv(N_q, tile.BLOCK_M), triton.cdiv(n_kv, tile.BLOCK_N)
     num_tiles, processors, group = B * H_q * num_m, gpus.processors(device), 1
-    mask = None if of_mask is None else _mask(*of_mask, N_q, n_kv, tile)
+    mask = None if of_mask is None else _mask(*of_mask, N_q, n_kv, of_list)
     lists = None
-    if mask or of_lists:
-        lists = _lists(mask, of_lists, (B, H_q), N_q, n_kv, band, tile, tail_block)
+    if of_list:
+        lists = _lists(mask, of_lists, (B, H_q), N_q, n_kv, band, tile, of_list, tail_block)
     shares, (left, right, _) = None, band
     if lists or left < 0 <= right:  # rows of other lengths; an even number of groups: _tile_coords
         of_kv = n_kv * (BLOCK_D + BLOCK_DV * v_dtype.itemsize)
@@ -210,7 +212,7 @@ def _plan(
         (*doubled(q_stride)[:3], *doubled(out_stride)[:3], *(mask.strides if mask else (0,) * 3),
          *(lists.strides if lists else (0,) * 3),
          B * H_q, H_q, H_kv, 2 * N_q, 2 * n_kv, N_pad, group, whole_tiles,  # shape
-         D, D_v, scale, *band, lists is not None, mask is not None, split, rotated, fp8,
+         D, D_v, scale, *band, of_list, mask is not None, split, rotated, fp8,
          keeps_max, has_own, tail_block,
          tile.BLOCK_N, BLOCK_D, BLOCK_DV, tile.warpgroups, tile.num_stages, consumer),  # tile
         dict(num_warps=tile.num_warps, maxnreg=at_launch),
@@ -244,18 +246,23 @@ def _heads_of_a_group(heads, of_one_kv, kv_bytes, most) -> int:
     return triton.cdiv(heads, torch.sym_max(1, groups + groups % 2))
 
 
-def _mask(shape, strides, N_q, n_kv, tile) -> _Mask:
-    """By attn_mask's shape and strides."""
+def _keys_of_an_entry(tile: Tile, of_lists) -> int:
+    """The keys of a block in List: the most that divide a step and the caller's blocks."""
+    return math.gcd(tile.BLOCK_N, of_lists[1][-2]) if of_lists else tile.BLOCK_N
+
+
+def _mask(shape, strides, N_q, n_kv, keys) -> _Mask:
+    """By attn_mask's shape and strides. keys: of a block in List."""
     (B, H), a_row_each = shape[:2], shape[2] != 1
     row_tiles = triton.cdiv(N_q, 64) if a_row_each else 1
     rows = 64 if a_row_each else 1  # of each of them
-    blocks = triton.cdiv(n_kv, tile.BLOCK_N)
-    words = triton.cdiv(blocks * tile.BLOCK_N, 512) * 16  # of a row: whole vectors
+    blocks = triton.cdiv(n_kv, keys)
+    words = triton.cdiv(blocks * keys, 512) * 16  # of a row: whole vectors
     pack = _Launch(
         _pack_mask_kernel,
         (B * H * row_tiles * blocks, 1, 1),
         (*broadcast_strides(shape, strides), H, 2 * N_q, 2 * n_kv, row_tiles, blocks, words,
-         rows, tile.BLOCK_N),
+         rows, keys),
     )  # fmt: skip
     made = (
         (B * H * row_tiles * rows * words, torch.int32),
@@ -267,11 +274,11 @@ def _mask(shape, strides, N_q, n_kv, tile) -> _Mask:
 
 
 def _lists(
-    mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile, tail_block: int = 0
+    mask: _Mask | None, of_lists, heads, N_q, n_kv, band, tile, keys, tail_block: int = 0
 ) -> _Lists:
     """of_lists: the caller's lists' heads (B or 1, H_q or 1) and `AttentionCall.list_arguments`'s
-    numbers, or None. heads: B, H_q."""
-    blocks, num_m = triton.cdiv(n_kv, tile.BLOCK_N), triton.cdiv(N_q, tile.BLOCK_M)
+    numbers, or None. heads: B, H_q. keys: of a block in List."""
+    blocks, num_m = triton.cdiv(n_kv, keys), triton.cdiv(N_q, tile.BLOCK_M)
     of_caller, numbers = of_lists or ((1, 1), (0,) * 6 + (False,))
     *list_strides, kv_width, full_width, block_q, block_kv, full = numbers
     of_mask = mask.heads if mask else (1, 1)
@@ -280,21 +287,25 @@ def _lists(
     entries = blocks
     if of_lists:
         apart = 1 if block_q % tile.BLOCK_M == 0 else tile.warpgroups if block_q == 64 else 2
-        entries = apart * (kv_width + full * full_width) * (block_kv // tile.BLOCK_N)
+        entries = apart * (kv_width + full * full_width) * (block_kv // keys)
     width = BEFORE_ENTRIES.value + entries
-    if tail_block:  # tile_lists.tail_words
-        width += tile.warpgroups * (triton.cdiv(n_kv, tail_block * 128) * 4) + 1
+    width += room_for_tail(tile, n_kv, tail_block)
     make = _Launch(
         _list_tiles_kernel,
         (B * H * num_m, 1, 1),
         (*(mask.of_codes[:2] if mask else (0, 0)), *list_strides, kv_width, full_width,
          H, 2 * N_q, 2 * n_kv, num_m, mask.of_codes[2] if mask else 1, blocks, width,
          *band, mask is not None, block_q, block_kv, full, tail_block,
-         tile.warpgroups, tile.BLOCK_N, 512),
+         tile.warpgroups, keys, 512),
     )  # fmt: skip
     rank = _Launch(_rank_tiles_kernel, (B * H, triton.cdiv(num_m, 64), 1), (num_m, width, 64))
     strides = *_strides_of_heads((B, H), num_m * width), width
     return _Lists(B * H * num_m * width, strides, make, rank)
+
+
+def room_for_tail(tile: Tile, n_kv, tail_block: int | None):
+    """Numbers of a row of List between tile and the entries: tile_lists.tail_words, and one."""
+    return tile.warpgroups * (triton.cdiv(n_kv, tail_block * 128) * 4) + 1 if tail_block else 0
 
 
 def _strides_of_heads(heads, of_one) -> tuple:
