@@ -16,8 +16,8 @@ share a part within 64 tokens, so that some blocks weigh more than others.
     tail            ours by the lists that it selects with a tail, the preparation included
     sol_attn        comfy-kitchen's with its tail: the same share of the blocks, which it selects
 
-x: its time over ours: cuDNN's kernel's over kernel's, others' over selected's or, where there is
-none, over op's. Errors: relative L1 at 256 rows of the last head, to float64 attention by the lists
+x: its time over ours: over selected's or, where there is none, a kernel's over kernel's and others'
+over op's. Errors: relative L1 at 256 rows of the last head, to float64 attention by the lists
 and to that of all keys. A peer that fails is named with its error.
 
 --whole: one call of Wan 14B at 720p by `keep` with cubes and a tail, what it consists of, and
@@ -107,7 +107,7 @@ def table(rows: list[dict]) -> str:
         size = "{} x {}".format(*row["size"]) if row["size"] else "selected"
         ms = {name: its["ms"] for name, its in row["times"].items()}
         for name, its in row["times"].items():
-            to = "kernel" if name == "cuDNN kernel" else "selected" if "selected" in ms else "op"
+            to = "selected" if "selected" in ms else "kernel" if "kernel" in name else "op"
             lines.append([
                 str(row["N"]), size, f"{row['listed']:.1%}", name, f"{ms[name]:.3f}",
                 f"{ms[name] / ms[to]:.2f}" if to in ms else "", "yes" if its["captured"] else "no",
