@@ -287,16 +287,19 @@ def by_op(visibility: Visibility, perm: Tensor | None = None) -> Callable:
     return call
 
 
-def by_flex(lists: BlockLists, n: int) -> Callable:
+def by_flex(lists: BlockLists, n: int, flash: bool = False) -> Callable:
+    """flash: by FlashAttention-4, which reads lists only beside a mask of its own."""
+    seen = (lambda b, h, i, j: j >= 0) if flash else None
     mask = BlockMask.from_kv_blocks(
-        *lists[:4], BLOCK_SIZE=(lists.block_q, lists.block_kv), seq_lengths=(n, n)
+        *lists[:4], BLOCK_SIZE=(lists.block_q, lists.block_kv), mask_mod=seen, seq_lengths=(n, n)
     )
     torch._dynamo.reset()  # a graph for each shape
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     tile = (
         {"BLOCK_M": 64, "BLOCK_N": 64} if lists.block_kv == 64 else None
     )  # its own do not divide it
-    return lambda q, k, v: compiled(q, k, v, block_mask=mask, kernel_options=tile)
+    options = {"BACKEND": "FLASH"} if flash else tile
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, kernel_options=options)
 
 
 def error(
@@ -305,6 +308,11 @@ def error(
 ) -> float:  # fmt: skip
     """Relative L1 of out's last head at 256 rows, against float64."""
     rows = torch.randint(q.shape[2], (256,), device=q.device)
+    return relative_l1(out[0, -1, rows], exact(rows, q, k, v, blocks, size, tail_block))
+
+
+def exact(rows: Tensor, q, k, v, blocks: Tensor, size, tail_block: int | None = None) -> Tensor:
+    """Attention by lists, or with a tail, of these rows of the last head, in float64."""
     k, v = k[0, -1].double(), v[0, -1].double()
     seen = blocks[0, -1, rows // size[0]].repeat_interleave(size[1], 1)[:, : k.shape[0]]
     added = torch.where(seen, 0.0, float("-inf")).double()
@@ -316,7 +324,7 @@ def error(
         of_tail = torch.where(seen[:, ::tail_block], float("-inf"), count.double().log())
         added = torch.cat([added, of_tail], 1)
     s = q[0, -1, rows].double() @ k.mT * q.shape[3] ** -0.5 + added
-    return relative_l1(out[0, -1, rows], s.softmax(-1) @ v)
+    return s.softmax(-1) @ v
 
 
 # -- the order of a video's tokens ----

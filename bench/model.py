@@ -3,6 +3,7 @@
 $ python bench/model.py --json              # bench/results/GPU/DATE-model.json
 $ python bench/model.py --models flux_double wan14b_480p
 $ python bench/model.py --plan selected --json    # a policy's `keep`: DATE-selected.json
+$ python bench/model.py --plan cubes --json       # cubes of a video and a tail: DATE-cubes.json
 
 Each block's row also has the share of its time that attention takes. Speed is the median of the
 rounds' ratios, with their range. It is reported behind two gates: the kernel must agree with its
@@ -31,9 +32,9 @@ NEAR = 0.999
 COLUMNS = {"inductor": {"backend": "inductor"}, "sage": {"backend": "sage"}}
 
 
-def keeping(top_k: float) -> dict:
+def keeping(top_k: float, **more) -> dict:
     """Arguments of torch.compile: this fraction of the blocks of keys, in self-attention."""
-    keep = {"top_k": top_k, "similarity": 0}
+    keep = {"top_k": top_k, "similarity": 0, **more}
     rules = [
         {"module": "*.attn2", "recipe": "auto"},
         {"recipe": "sage2-8b-per-token", "keep": keep},
@@ -41,14 +42,22 @@ def keeping(top_k: float) -> dict:
     return {"backend": "sage", "options": {"sage.policy": rules}}
 
 
-KEEPING = {f"keep {top_k:g}": keeping(top_k) for top_k in (1, 0.5, 0.3, 0.2)}
+SELECTED = {f"keep {top_k:g}": keeping(top_k) for top_k in (1, 0.5, 0.3, 0.2)}
+CUBES = {
+    f"cubes, keep {top_k:g}": keeping(top_k, tail=True, layout=[21, 45, 80]) for top_k in (0.2, 0.1)
+}  # of 75,600 tokens
+KEEPING = SELECTED | CUBES
 LEAVING_OUT = [column for column in KEEPING if column != "keep 1"]
 LONG = {
     f"wan14b_{N}": dataclasses.replace(MODELS["wan14b_720p"], name=f"wan14b_{N}", N=N)
     for N in (75600, 32768)
 }
 # The columns of each plan, and what it times unless --models says it.
-PLANS = {"model": (COLUMNS, MODELS), "selected": (COLUMNS | KEEPING, LONG)}
+PLANS = {
+    "model": (COLUMNS, MODELS),
+    "selected": (COLUMNS | SELECTED, LONG),
+    "cubes": (COLUMNS | CUBES, ["wan14b_75600"]),
+}
 KEEP_IS = (
     "the part of the blocks of keys that is computed (but for some on the diagonal), with "
     '"similarity": 0: random tokens do not resemble each other, so that by the default nearly all '
@@ -70,7 +79,7 @@ def main(argv=None) -> int:
         row = measure((MODELS | LONG)[name], args.plan, args, device)
         torch.cuda.empty_cache()
         result.add([row])
-        shown = selected_table([row]) if args.plan == "selected" else others([row]) or table([row])
+        shown = others([row]) or table([row]) if args.plan == "model" else selected_table([row])
         show(f"\n{shown}")
         if launched := [name for name, x in row.get("times", {}).items() if not x["captured"]]:
             print(f"could not be captured, launched: {', '.join(launched)}")
@@ -89,7 +98,7 @@ def method(args) -> dict[str, str]:
         f"two streams the image's or video's. CosSim above {NEAR} or no speed, but where keys are "
         "left out: there it is finite and not opposite",
         "memory": "peak_bytes: what one call has allocated at most, beside inputs and weights",
-        **({"keep": KEEP_IS} if args.plan == "selected" else {}),
+        **({} if args.plan == "model" else {"keep": KEEP_IS}),
     }
 
 
