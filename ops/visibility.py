@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor.ops import compat
+from sage_inductor.ops.sparse.listed import listed_blocks
 
 REACHED, COUNTS = 1, 3
 
@@ -190,16 +191,9 @@ def summarize(attn_mask: Tensor, n_kv: int, block_m: int) -> Tensor:
 def listed_keys(blocks: BlockLists, n_kv: int) -> Tensor:
     """uint8 [B or 1, H_q or 1, N_kv]: 1 for keys of blocks that any list names, else 0."""
     num_blocks = (n_kv + blocks.block_kv - 1) // blocks.block_kv
-    flags = blocks.kv_indices.new_zeros(
-        (*blocks.kv_indices.shape[:2], num_blocks + 1), dtype=torch.uint8
-    )  # the last: of what names no block
-    for count, index in blocks.lists:
-        place = torch.arange(index.shape[3], device=index.device)
-        index = index.long().clamp(0, num_blocks)  # as the kernels do
-        index = torch.where(place < count[..., None], index, num_blocks)
-        flags = flags.scatter(2, index.flatten(2), 1)
-    flags = flags[..., :-1, None].expand(-1, -1, -1, blocks.block_kv)
-    return flags.flatten(2)[..., :n_kv]
+    found = [listed_blocks(*each, num_blocks) for each in blocks.lists]
+    flags = found[0] if len(found) == 1 else torch.maximum(*found)
+    return flags[..., None].expand(-1, -1, -1, blocks.block_kv).flatten(2)[..., :n_kv]
 
 
 def visible_keys(code: Tensor, heads_kv: int) -> Tensor:

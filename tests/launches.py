@@ -471,6 +471,10 @@ def prepare(
         "smooth": {"x": x, "perm": perm},
         "pool_blocks": {"x": x, "shift": mean if two else None, "block": 128, "squares": False, "perm": perm},
         "largest": {"scores": scores, "counts": contiguous(torch.int32, *of_rows)},
+        "listed_blocks": {
+            "counts": contiguous(torch.int32, *of_rows),
+            "indices": contiguous(torch.int32, *of_rows, blocks), "num_blocks": blocks,
+        },
     }[op]  # fmt: skip
 
 
@@ -603,6 +607,7 @@ PREPARED = {
     "smooth_ordered": (Facts(1, 64), SHORT, dict(op="smooth", D=128, ordered=True)),
     "pool_ordered": (Facts(1, 64), SHORT, dict(op="pool_blocks", D=64, two=True, ordered=True)),
     "largest": (Facts(1, 64), SHORT, dict(op="largest", D=64)),
+    "listed": (Facts(1, 64), SHORT, dict(op="listed_blocks", D=64)),
 }
 PACKAGED = ATTENTION | QUANTIZE | DECODED | APPENDED | CORRECTED | PREPARED
 CALLS = PACKAGED | TRAINED

@@ -27,6 +27,7 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sdpa import SdpaCall, unsmoothed_lse
 from sage_inductor.ops.sparse import pool as of_tokens
+from sage_inductor.ops.sparse.listed import listed_blocks
 from sage_inductor.ops.training import rowscaled as of_rowscaled
 from sage_inductor.ops.training import sagebwd as of_sagebwd
 from sage_inductor.ops.visibility import NO_LISTS, BlockLists
@@ -224,6 +225,11 @@ def pool(D: int, block: int, shifted: bool, ordered: bool = False) -> None:
 def largest() -> None:
     scores = empty(B, H_Q, 37, 577, dtype=torch.float32)
     of_tokens.largest(scores, empty(B, H_Q, 37, dtype=torch.int32))
+
+
+def listed() -> None:
+    lists = lists_of((128, 64), False, *LENGTHS)
+    listed_blocks(lists.kv_num_blocks, lists.kv_indices, 79)
 
 
 def sagebwd(D: int = 128, is_causal: bool = False, dtype=torch.bfloat16) -> None:

@@ -284,12 +284,16 @@ def hopper_of_blocks(
     capability: tuple[int, int], pv: str, head_dim: int, n_kv: int, block_q: int, block_kv: int
 ) -> Tile | None:
     """The tile with which the Hopper kernel computes a call by lists of blocks of these queries
-    and keys, if it does: its warpgroups, two or three, share a list where they can."""
+    and keys, if it does: its warpgroups share a list. A warpgroup alone takes 0.53 of the time of
+    three that read what any of their lists names (75,600 tokens, a tenth of blocks of 64 x 64; by
+    NABLA's lists 0.64; H200, 2026-11-29)."""
     tile = hopper(capability, pv, head_dim, False, ANY)
     if tile is None or (pv == "fp8" and head_dim <= 64 and n_kv < LISTED_KEYS):
         return None
     if head_dim <= 128 and block_q % TWO.BLOCK_M == 0:
-        return TWO  # which reads two blocks of 64 at once
+        return TWO  # which reads two blocks of 64 at once, as a warpgroup alone does
+    if head_dim <= 128 and block_q % THREE.BLOCK_M != 0 and pv == "fp8":
+        return ALONE_64 if head_dim <= 64 else ALONE_128
     keys = math.gcd(tile.BLOCK_N, block_kv)
     if head_dim <= 128:
         tile = THREE

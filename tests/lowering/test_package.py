@@ -156,7 +156,7 @@ def test_recorded_functions_are_short_and_have_every_kernel_of_their_ops(library
         "_hopper_kernel", "_attention_kernel", "_combine_kernel", "_pack_mask_kernel",
         "_list_tiles_kernel", "_rank_tiles_kernel", "_estimate_kernel", "_quantize_k_kernel",
         "_quantize_kv_kernel", "quantize_v_again_kernel", "_partial_kernel", "_final_kernel",
-        "_quantize_v_kernel", "_quantize_kernel", "_pool_kernel", "_largest_kernel",
+        "_quantize_v_kernel", "_quantize_kernel", "_pool_kernel", "_largest_kernel", "_listed_kernel",
         "_unsmooth_kernel", "_decode_kernel", "_combine_splits_kernel", "_append_kv_kernel",
         "_mean_kernel", "_quantize_tail_kernel",
     }  # fmt: skip

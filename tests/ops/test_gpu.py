@@ -50,6 +50,7 @@ from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sparse import pool as of_tokens
 from sage_inductor.ops.sparse import selector
+from sage_inductor.ops.sparse.listed import listed_blocks
 from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import CAUSAL, Visibility
 
@@ -234,6 +235,14 @@ def test_pooled_blocks_are_those_of_plain_pytorch(D, dtype):
                 found = of_tokens.pool_blocks(y, *given)
                 expected = by_cpu(of_tokens.pool_blocks)(y, *given)
                 assert_close(found, expected, rtol=2e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("blocks", [1, 47, 513, 1182])
+def test_the_blocks_that_lists_name(blocks):
+    indices = torch.randint(-1, blocks + 2, (2, 3, 40, blocks), device="cuda").int()
+    counts = torch.randint(0, 9, (2, 3, 40), device="cuda").int()
+    found = listed_blocks(counts, indices, blocks)
+    assert torch.equal(found, by_cpu(listed_blocks)(counts, indices, blocks))
 
 
 @pytest.mark.parametrize("M", [1, 47, 512, 513, 1182, 1857, 20_000])

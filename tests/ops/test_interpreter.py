@@ -36,6 +36,7 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference import rowscaled
 from sage_inductor.ops.reference import training as of_training
+from sage_inductor.ops.sparse import listed
 from sage_inductor.ops.sparse import pool as of_tokens
 from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.training.hopper import prepare
@@ -369,8 +370,8 @@ def test_blocks_and_words_of_a_mask_are_what_it_shows(kind, warpgroups):
         n_q = 300 if kind == "documents" else n_q
         band = rng.choice([(-1, -1, False), (-1, 0, False), (130, 5, True)])
         mask = a_mask(kind, rng, B, H, n_q, n_kv)
-        m = plan._mask(mask.shape, mask.stride(), n_q, n_kv, tile)
-        of = plan._lists(m, None, (B, H), n_q, n_kv, band, tile)
+        m = plan._mask(mask.shape, mask.stride(), n_q, n_kv, tile.BLOCK_N)
+        of = plan._lists(m, None, (B, H), n_q, n_kv, band, tile, tile.BLOCK_N)
         words, codes = run_of_mask(m, mask)
         rows = run_lists(of, codes, (codes,) * 4)
 
@@ -429,14 +430,14 @@ def test_a_tile_reads_the_blocks_that_its_lists_name(warpgroups, block_q, masked
         mask = m = None
         if masked:
             mask = a_mask("rows", rng, rng.choice((1, B)), rng.choice((1, H)), n_q, n_kv)
-            m = plan._mask(mask.shape, mask.stride(), n_q, n_kv, tile)
+            m = plan._mask(mask.shape, mask.stride(), n_q, n_kv, tile.BLOCK_N)
         a = attention_call(
             torch.zeros(B, H, n_q, 64), *torch.zeros(2, B, H, 1, 64), "sage2-8b-per-token",
             Visibility(blocks=lists),
         )  # fmt: skip
         tensors, *numbers = a.list_arguments()
         of_lists = heads, sum(map(tuple, numbers), ())
-        of = plan._lists(m, of_lists, (B, H), n_q, n_kv, band, tile)
+        of = plan._lists(m, of_lists, (B, H), n_q, n_kv, band, tile, keys)
         *rest, chunk = of.make.numbers
         assert chunk == 512
         of = of._replace(make=of.make._replace(numbers=(*rest, at_a_time)))
@@ -540,6 +541,17 @@ def test_the_largest_scores(seed):
     scores = scores.mT.contiguous().mT if draw.random() < 0.3 else scores
     (found,) = of_tokens._launch_largest(run, None, scores.contiguous(), counts)
     assert torch.equal(found, of_tokens.largest(scores, counts))
+
+
+@seeds(12, always=6)
+def test_the_blocks_that_lists_name(seed):
+    """Counts beyond the width, indices below 0 and beyond the blocks, rows that name none."""
+    draw = random.Random(seed)
+    blocks, width, of = draw.choice([1, 37, 600]), draw.choice([1, 37, 520]), draw.choice([1, 3])
+    indices = torch.randint(-2, blocks + 2, (2, of, 5, width)).int()
+    counts = (torch.randint(0, width + 3, (2, of, 5)) * torch.randint(0, 2, (2, of, 5))).int()
+    (found,) = listed._launch_listed(run, None, counts, indices, blocks)
+    assert torch.equal(found, listed.listed_blocks(counts, indices, blocks))
 
 
 def test_of_a_row_with_nan_each_block_is_listed_once():

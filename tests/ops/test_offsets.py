@@ -326,6 +326,7 @@ CALLS = {
     "unsmooth": (noted.unsmooth, dict(D=80)),
     "pool": (noted.pool, dict(D=80, block=192, shifted=True)),
     "largest": (noted.largest, {}),
+    "listed": (noted.listed, {}),
     "sagebwd": (noted.sagebwd, dict(is_causal=True)),
     "rowscaled": (noted.rowscaled, {}),
     "causal rowscaled": (noted.rowscaled, dict(is_causal=True)),
@@ -363,6 +364,9 @@ FACTS = {
     "nvfp4._attention_kernel": dict.fromkeys(("N_pad", "N_kv"), (128, MAX_KEYS)),
     # What is counted is of a row's blocks.
     "pool._largest_kernel": dict.fromkeys(("M", "count", "kept", "before"), (0, MAX_ROWS // 64)),
+    "listed._listed_kernel": dict.fromkeys(
+        ("rows", "width", "blocks", "count"), (0, MAX_ROWS // 64)
+    ),
     # A row of codes has 64 bytes: no 2^36 are in memory.
     "kernels._over_rows_kernel": {"count": (1, 2**24), "steps": (0, 2**30)},
     # Rows that share a head of k: 2^30 of q would take 32 GiB, of 16 channels. Splits: two a processor.
@@ -383,6 +387,7 @@ FACTS = {
 # So many offsets, at least, are seen in a kernel; elsewhere 4.
 OFFSETS = {"_hopper_kernel": 21, "_combine_kernel": 9, "dq_kernel": 7, "dkdv_kernel": 7}
 OFFSETS |= dict.fromkeys(("_pack_mask_kernel", "_list_tiles_kernel", "_rank_tiles_kernel"), 3)
+OFFSETS["_listed_kernel"] = 2  # of what clears the flags
 
 
 @functools.cache

@@ -248,7 +248,7 @@ def test_a_tile_reads_the_words_of_its_own_lists(seed):
     T_pad = expected.shape[3]
     for warpgroups, keys in itertools.product((1, 2, 3), (64, 128)):
         tile = Tile(64 * warpgroups, math.gcd(keys, block_kv), 4, 2, warpgroups=warpgroups)
-        of = (heads, numbers), (B, H), n_q, n_kv, (-1, -1, False), tile
+        of = (heads, numbers), (B, H), n_q, n_kv, (-1, -1, False), tile, tile.BLOCK_N
         plain, of = plan._lists(None, *of), plan._lists(None, *of, tail_block)
         found, expected_entries = (
             torch.full((x.made,), 85, dtype=torch.int32) for x in (of, plain)

@@ -23,7 +23,7 @@ Flags, and what each needs:
     LEFT, RIGHT, BOTTOM_RIGHT    the band; -1, -1, False: none
     CAUSAL     RIGHT is 0        SDPA's is_causal, unless BOUNDED
     BOUNDED    LISTED, or a band other than is_causal's: blocks have codes (tile_lists.py)
-    LISTED     a tile reads the blocks of its list, of so many keys    2 or 3 warpgroups, or MASK
+    LISTED     a tile reads blocks of so many keys, those of its list    anything but SPLIT
     MASK       scores are hidden by bits              LISTED, FP8
     SPLIT      some tiles are split                   no band, not LISTED, 2 or 3 warpgroups
     FP8        p and v are in FP8, else in 16 bits    without it BLOCK_DV <= 128
@@ -83,7 +83,8 @@ _LEAST = gl.constexpr(2.0**-46)  # of a scale: what it makes of codes is 0 besid
 
 
 # A tile's batch, heads and first row; if BOUNDED, what `walk` says of the blocks that it reads.
-Tile = collections.namedtuple("Tile", "b h h_kv row first_block whole count")
+# of_tail: blocks of the tail, where a program fetches them itself.
+Tile = collections.namedtuple("Tile", "b h h_kv row first_block whole count of_tail")
 # A warpgroup's turn at the tensor cores: its barrier and phase, the next warpgroup's barrier, and
 # that of the place in the ring which is free then, if any is.
 Turn = collections.namedtuple("Turn", "own phase next read any_read")
@@ -307,6 +308,15 @@ def _fetch(n, end, i, head_kv, tile, ctx):
         else:
             tma_load(ctx.K, [row_k, 0], bar, k, pred=reads)
         _fetch_v(ctx.V, j, stage, nth, head_kv, tile, reads, ctx)
+
+
+@gluon.jit
+def _fetch_next(n, end, i, head_kv, tile, ctx):
+    """(ALONE) `_fetch`, and after the end the blocks of the tail."""
+    _fetch(n, end, i, head_kv, tile, ctx)
+    if ctx.TAIL_BLOCK:
+        if (n >= end) & (n < end + tile.of_tail):
+            _fetch_tail(n - end, i, head_kv, tile, ctx)
 
 
 @gluon.jit
@@ -613,15 +623,15 @@ def _attend_blocks(
     PART: gl.constexpr, lo, hi, end, entry, m, l, o, wg: gl.constexpr, rows, tile, ctx
 ):  # fmt: skip
     """m, l and o after the blocks from the lo-th to before the hi-th that the tile reads, and the
-    list's entries of the hi-th. TAIL: the lo-th is the first of the tail. LISTED: a step is READS
-    of its list's blocks."""
+    list's entries of the hi-th. end: of all but the tail. LISTED: a step is READS of its list's
+    blocks."""
     for j in range(lo, hi):
         i = rows.fetched + j
         stage = i % ctx.STAGES
         turn = _turn_after(j, wg, rows, ctx)
         block, code, some = (j,), (0,), 0
         if PART == TAIL:
-            block = (j - lo,)
+            block = (j - end,)
         elif ctx.BOUNDED:
             block, code = (), ()
             for nth in gl.static_range(ctx.READS):
@@ -645,7 +655,7 @@ def _attend_blocks(
         if ctx.ALONE:
             head_kv = tile.b * ctx.H_kv + tile.h_kv
             gluon_barrier()  # all its warps have read the stage
-            _fetch(j + ctx.STAGES, end, i, head_kv, tile, ctx)
+            _fetch_next(j + ctx.STAGES, end, i, head_kv, tile, ctx)
     return entry, m, l, o
 
 
@@ -798,9 +808,13 @@ def _consumer(wg: gl.constexpr, ctx):
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
     for item in range(items):
-        tile = Tile(b, h, h_kv, row, 0, 0, 0)
+        tile = Tile(b, h, h_kv, row, 0, 0, 0, 0)
         if ctx.BOUNDED:
-            tile = Tile(b, h, h_kv, row, first_block, read_whole, read_all)
+            if ctx.TAIL_BLOCK:  # arrives during the blocks before
+                of_tail, unnamed = tail_of(first_block, wg, ctx)
+            else:
+                of_tail = 0
+            tile = Tile(b, h, h_kv, row, first_block, read_whole, read_all, of_tail)
         row0 = row + wg * 64
         head_kv = b * ctx.H_kv + h_kv
         entry = (0,)
@@ -812,8 +826,6 @@ def _consumer(wg: gl.constexpr, ctx):
         o = (zeros, zeros, zeros, zeros) if ctx.BLOCK_DV > ctx.CHUNK else (zeros,)
         scale_row = head_kv * (ctx.N_pad // 64)
         k_scale = ctx.K_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
-        if ctx.TAIL_BLOCK:  # arrives during the blocks before
-            of_tail, unnamed = tail_of(first_block, wg, ctx)
         words = ctx.Words
         if ctx.BOUNDED:
             begin = 0
@@ -833,7 +845,7 @@ def _consumer(wg: gl.constexpr, ctx):
                 taken -= begin
         if ctx.ALONE:
             for n in gl.static_range(ctx.STAGES):
-                _fetch(n, end, n, head_kv, tile, ctx)
+                _fetch_next(n, end, n, head_kv, tile, ctx)
         q_scale = _quantize_q(q, q_tile, ctx)
         q_scale = gl.convert_layout(q_scale, ROW, assert_trivial=True)
         rows = Rows(row0, begin, fetched, taken, words, k_scale, q_scale)
@@ -852,7 +864,7 @@ def _consumer(wg: gl.constexpr, ctx):
             k_scale = ctx.K_tail_scale + scale_row + gl.arange(0, BLOCKS, layout=BLOCK)
             rows = Rows(row0, begin, fetched, taken, unnamed, k_scale, q_scale)
             mine = end + of_tail
-            _, m, l, o = _attend_blocks(TAIL, end, mine, mine, entry, m, l, o, wg, rows, tile, ctx)
+            _, m, l, o = _attend_blocks(TAIL, end, mine, end, entry, m, l, o, wg, rows, tile, ctx)
             end = mine
         if not ctx.ALONE:
             _pass_turns(wg, mine, end, rows, ctx)
@@ -893,7 +905,7 @@ def _producer(ctx):
             begin, end = 0, _steps(read_all, ctx)
         elif not ctx.SPLIT:
             end = _num_blocks(row + ctx.BLOCK_M, ctx.N_kv, ctx)
-        tile, head_kv = Tile(b, h, h_kv, row, first_block, whole, read_all), b * ctx.H_kv + h_kv
+        tile, head_kv = Tile(b, h, h_kv, row, first_block, whole, read_all, 0), b * ctx.H_kv + h_kv
         for n in range(begin, end):
             i = fetched + n - begin
             ctx.ring.wait_free(i)
