@@ -1,14 +1,19 @@
 """1 to 16 queries against a cache: ``sage::decode`` over 16 bits, INT8 and E4M3, and SDPA.
 
-$ python bench/decode.py --json    # on a GPU about five minutes
+$ python bench/decode.py --json    # on a GPU about six minutes
+$ python bench/decode.py --parts random --rounds 3 --target-ms 4 --json    # about one
 $ python bench/decode.py --perplexity --json    # on a CPU about ten: DATE-perplexity.json
 
 A row of "calls" is one layer's attention, over enough caches that L2 holds none, as CUDA graphs. A
 cache has room for N keys and is filled to a part of it. SDPA gets the heads as they are, with the
 mask that a static cache needs, and without one: then each query sees all N keys.
 
-A row of "decoders" is a step of Llama 3 8B with 8 layers, compiled with CUDA graphs: "inductor" and
-"sage" over transformers' static cache, and "sage" over sage_inductor.Int8Cache.
+A row of "random" is a call of a static cache as the pass decides it, and what it replaces.
+
+A row of "decoders" is a step of Llama 3 8B with random weights, as a CUDA graph: "inductor" and
+"sage" over transformers' static cache, and "sage" over sage_inductor.Int8Cache. REGION layers are
+compiled, once; what is outside of layers is eager. peak: weights, cache and what a step allocates.
+fit: sequences that 80 GB hold by that peak. append: the share of a step that writes a token.
 
 --perplexity: of held-out texts instead, by a model that is trained here first and computes in bf16.
 Each layer's k and v are what a cache gives back, from the first token on; query i sees keys 0 to i.
@@ -18,20 +23,26 @@ Shapes: B batch, H_kv heads of k and v, of which each is read by G of q, N keys,
 queries.
 """
 
+import concurrent.futures
+import dataclasses
+import gc
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import cache_utils
 
 import sage_inductor
 from bench import harness, trained
 from bench.capture import attending
-from bench.decoding import by_hand, unrepeated
+from bench.decoding import by_hand, repeated, unrepeated
 from bench.measure import (
     Provider,
     Runner,
@@ -42,13 +53,24 @@ from bench.measure import (
     summary,
 )
 from bench.tables import gain, groups, markdown, show, speed_of
+from sage_inductor import options
+from sage_inductor.backend import op_by_op
+from sage_inductor.choose.decide import rewrite
+from sage_inductor.ops import gpus
+from sage_inductor.ops.compile import compile_elsewhere
 from sage_inductor.ops.decode_call import CODES, DecodeCall
 from sage_inductor.ops.formats import QK
+from sage_inductor.ops.launch import noted
 from sage_inductor.ops.quantize.cache import append_kv, read_kv
 from sage_inductor.ops.reference import decode as reference
+from sage_inductor.patterns.call import Site
 
-DECODERS = [(1, 8192), (1, 32768), (16, 8192)]
+DECODERS = ["1x8192", "16x8192", "1x32768", "16x32768", "1x131072"]  # B x N
+LAYERS, REGION = 32, 4  # of a decoder, and of what is compiled once for it
 ROOM = 1024  # tokens: a step appends one
+STEPS = 200  # that are compared with eager's
+CARD = 80e9  # bytes, in which as many sequences as `fit` lie beside the weights
+SLOWER = 0.97  # of what is replaced
 NEAR = 0.05  # relative L1 of logits to eager's: Inductor's differ by 0.02
 WRONG = 0.1  # relative L1; a frozen scale's error is less
 
@@ -77,6 +99,8 @@ CALLS = [
 def main(argv=None) -> int:
     parser = harness.parser(__doc__, rounds=8, target_ms=20.0)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rows", nargs="+", choices=DECODERS, default=DECODERS, help="of decoders")
+    parser.add_argument("--draws", type=harness.positive, default=100, help="random calls")
     parser.add_argument("--perplexity", action="store_true", help="nothing else")
     args = parser.parse_args(argv)
     if args.perplexity:
@@ -101,16 +125,26 @@ def calls(args, device) -> Iterator[dict]:
     return (measure(shape, args, device) for shape in CALLS)
 
 
-def draw(shape: Shape, device) -> tuple[Tensor, ...]:
-    """q [B, H_kv G, N_q, D], k and v [B, H_kv, N, D], bf16, a mask [B, 1, N_q, N] and end [1]. k
-    has a bias in each channel, and tokens are of different size."""
+def cache_bytes(shape: Shape) -> int:
+    """Of k and v in 16 bits."""
+    return 4 * shape.B * shape.H_kv * shape.N * shape.D
+
+
+def draw_sets(shape: Shape, device, dtype: torch.dtype = torch.bfloat16) -> list[tuple]:
+    count = max(2, min(40, int(2**28 / cache_bytes(shape)) + 1))
+    return [draw(shape, device, dtype) for _ in range(count)]
+
+
+def draw(shape: Shape, device, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    """q [B, H_kv G, N_q, D], k and v [B, H_kv, N, D], a mask [B, 1, N_q, N] and end [1]. k has a
+    bias in each channel, and tokens are of different size."""
     B, H, G, N, D, N_q, filled = shape
-    make = {"device": device, "dtype": torch.bfloat16}
+    make = {"device": device, "dtype": dtype}
     q = torch.randn(B, H * G, N_q, D, **make)
     k, v = (torch.randn(B, H, N, D, **make) * torch.rand(B, H, N, 1, **make) for _ in range(2))
     end = torch.tensor([int(N * filled)], device=device)
     place = end - N_q + torch.arange(N_q, device=device)
-    mask = (torch.arange(N, device=device) <= place[:, None]).expand(B, 1, N_q, N)
+    mask = (torch.arange(N, device=device) <= place.unsqueeze(1)).expand(B, 1, N_q, N)
     return q, k + torch.randn(H, 1, D, **make), v, mask, end
 
 
@@ -151,8 +185,7 @@ PROVIDERS = [
 
 
 def measure(shape: Shape, args, device) -> dict:
-    bytes_of = 4 * shape.B * shape.H_kv * shape.N * shape.D  # of k and v in bf16
-    sets = [draw(shape, device) for _ in range(max(2, min(40, int(2**28 / bytes_of) + 1)))]
+    sets = draw_sets(shape, device)
     row = {"shape": shape._asdict(), "error": None}
     runners = {x.name: Runner(x, sets) for x in PROVIDERS}
     exact = by_hand(*(x[:1] for x in sets[-1][:4]))
@@ -166,70 +199,201 @@ def measure(shape: Shape, args, device) -> dict:
     return row
 
 
+# -- random calls ----
+
+
+class Drawn(NamedTuple):
+    shape: Shape
+    dtype: torch.dtype
+    repeats: bool  # heads of k and v, as transformers' repeat_kv does
+
+
+def drawn(count: int, seed: int = 0) -> list[Drawn]:
+    """Random calls of a static cache of at most a GiB. From short lists, so that kernels are
+    few."""
+    choice, found = random.Random(seed).choice, []
+    while len(found) < count:
+        N = choice([2**n for n in range(8, 17)]) + choice((0, 0, 0, 8, 57))
+        D, N_q, filled = choice((64, 128, 256)), choice((1, 1, 1, 2, 4, 8, 16)), choice((0.25, 1.0))
+        heads = choice((1, 2, 4, 8, 16, 32)), choice((1, 2, 4, 8, 16)), choice(range(1, 9))
+        call = Shape(*heads, N, D, N_q, filled), choice((torch.bfloat16, torch.float16))
+        if cache_bytes(call[0]) <= 2**30:
+            found.append(Drawn(*call, choice((False, True))))
+    return found
+
+
+def decided(call: Drawn, device) -> Site:
+    """What the pass makes of a call, on tensors without memory."""
+    graphs = []
+    with FakeTensorMode(), op_by_op(graphs.append) as run:
+        inputs = draw(call.shape, device, call.dtype)[:4]
+        run(repeated if call.repeats else unrepeated, inputs, {})
+    (site,) = rewrite(graphs[0], options.resolve({}))
+    return site
+
+
+def random_calls(args, device) -> Iterator[dict]:
+    """Of each call that is rewritten: its time, and that of what is replaced, with repeats that are
+    copied by eager code. The borders of the mask are made before, as for all layers of a model."""
+    calls = {call: decided(call, device) for call in drawn(args.draws)}
+    with noted() as launches:
+        for call, site in calls.items():
+            if site.decision.decodes:
+                by_mask(*with_range(*draw(call.shape, device, call.dtype)))
+    concurrent.futures.wait(compile_elsewhere(launches, gpus.capability(device)))
+    for call, site in calls.items():
+        yield against_replaced(call, site, args, device)
+
+
+def against_replaced(call: Drawn, site: Site, args, device) -> dict:
+    became = site.recipe or "SDPA, heads not repeated" * site.decision.unrepeats
+    row = {
+        "shape": call.shape._asdict(), "dtype": str(call.dtype), "repeats": call.repeats,
+        "became": became, "reason": site.reason, "error": None,
+    }  # fmt: skip
+    if not became:
+        return row
+    new = PROVIDERS[2] if site.decision.decodes else PROVIDERS[0]
+    old = dataclasses.replace(PROVIDERS[0], call=repeated if call.repeats else unrepeated)
+    sets = draw_sets(call.shape, device, call.dtype)
+    runners = {"new": Runner(new, sets), "old": Runner(old, sets)}
+    row["rel_l1"] = relative_l1(*(x.output().double() for x in runners.values()))
+    if not row["rel_l1"] < NEAR:
+        row["error"] = f"not near what is replaced: {row['rel_l1']}"
+    times = interleave(runners, args.rounds, args.target_ms)
+    row["times"] = {name: summary(each) for name, each in times.items()}
+    return row | {"speed": speed_of(times["new"], times["old"])}
+
+
 # -- decoders ----
 
+LLAMA = dict(
+    hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, num_attention_heads=32,
+    head_dim=128, vocab_size=128256, max_position_embeddings=2**18,
+)  # fmt: skip
 
-def decoders(args, device) -> Iterator[dict]:
-    config = transformers.LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, num_key_value_heads=8,
-        num_attention_heads=32, head_dim=128, vocab_size=128256, max_position_embeddings=2**18,
-    )  # fmt: skip
+
+def llama(layers: int, device, **sizes) -> torch.nn.Module:
+    """By regions, in bf16, with random weights; of Llama 3 8B's sizes but for these."""
+    config = transformers.LlamaConfig(num_hidden_layers=layers, **LLAMA | sizes)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         model = transformers.LlamaForCausalLM(config).eval()
     torch.set_default_dtype(before)
-    for B, N in DECODERS:
+    parts = (model.model.layers[i : i + REGION] for i in range(0, layers, REGION))
+    model.model.layers = torch.nn.ModuleList(map(Region, parts))
+    return model
+
+
+class Region(torch.nn.Module):
+    """REGION layers of a model in the place of one. What `run` compiles for one runs all regions:
+    their layers and their part of a cache differ in tensors alone."""
+
+    def __init__(self, layers: torch.nn.ModuleList):
+        super().__init__()
+        self.layers, self.cache, self.run = layers, None, in_turn
+        for i, layer in enumerate(layers):
+            layer.self_attn.layer_idx = i
+
+    def forward(self, x: Tensor, past_key_values, **given) -> Tensor:
+        return self.run(self.layers, self.cache, x, given)
+
+
+def in_turn(layers, cache, x: Tensor, given: dict) -> Tensor:
+    for layer in layers:
+        x = layer(x, past_key_values=cache, **given)
+    return x
+
+
+def stepping(model, cache, run: Callable, tokens: Tensor) -> Callable[[], Tensor]:
+    """A step of the model over the cache, by `run`, until another one is made."""
+    for i, region in enumerate(model.model.layers):
+        part = cache.layers[i * REGION : (i + 1) * REGION]
+        region.cache, region.run = transformers.Cache(layers=part), run
+    return lambda: model(tokens, past_key_values=cache).logits
+
+
+def decoders(args, device) -> Iterator[dict]:
+    model = llama(LAYERS, device)
+    for text in args.rows:
+        for region in model.model.layers:
+            region.cache = None  # that of the row before is large
         torch._dynamo.reset()
-        yield decoder(model, config, B, N, args, device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        B, N = map(int, text.split("x"))
+        row = {"shape": {"B": B, "N": N, "layers": LAYERS}}
+        try:
+            yield row | decoder(model, B, N, args, device)
+        except Exception as error:  # a row that fails must not cost the others
+            yield row | {"error": harness.in_a_line(error)}
 
 
-def decoder(model, config, B: int, N: int, args, device) -> dict:
+def decoder(model, B: int, N: int, args, device) -> dict:
     """ms of a step, of caches that are full but for ROOM tokens."""
-    tokens, prompt = (torch.randint(config.vocab_size, (B, n), device=device) for n in (1, 64))
-    steps, errors, gib, before = {}, {}, {}, len(sage_inductor.report())
-    for name in ("inductor", "sage", "Int8Cache"):
-        at_first = torch.cuda.memory_allocated()
-        of = sage_inductor.Int8Cache if name == "Int8Cache" else transformers.StaticCache
-        cache = of(config, max_cache_len=N)
-        model(prompt, past_key_values=cache, logits_to_keep=1)
-        gib[name] = (torch.cuda.memory_allocated() - at_first) / 2**30
-        fill(cache, N)
-        right = model(tokens, past_key_values=cache).logits.double()
-        by_sage = {"backend": "sage", "options": {"sage.mode": "reduce-overhead"}}
-        given = {"mode": "reduce-overhead"} if name == "inductor" else by_sage
-        step = torch.compile(model, dynamic=False, **given)
-
-        def run(step=step, cache=cache):
-            torch.compiler.cudagraph_mark_step_begin()
-            return step(tokens, past_key_values=cache).logits
-
-        for _ in range(4):  # warm up, record, replay
-            run()
+    weights = torch.cuda.memory_allocated()
+    tokens = torch.randint(model.config.vocab_size, (B, 1), device=device)
+    caches, runners, row = {}, {}, {"error": None}
+    row |= {what: {} for what in ("rel_l1", "cache_gib", "peak_gib", "fit")}
+    before = len(sage_inductor.report())
+    for name, backend in (("Int8Cache", "sage"), ("sage", "sage"), ("inductor", "inductor")):
+        kind = "Int8Cache" if name == "Int8Cache" else "StaticCache"
+        if kind not in caches:
+            torch.cuda.empty_cache()
+            at_first = torch.cuda.memory_allocated()
+            caches[kind] = cache = full_cache(kind, model.config, B, N, device)
+            held = torch.cuda.memory_allocated() - at_first
+            right = stepping(model, cache, in_turn, tokens)().double()
+        compiled = torch.compile(in_turn, backend=backend, dynamic=False, fullgraph=True)
+        step = stepping(model, cache, compiled, tokens)
+        runners[name] = runner = Runner(Provider(name, step), [()])  # a CUDA graph
+        peak = weights + held + runner.peak_bytes()
+        row["cache_gib"][name], row["peak_gib"][name] = held / 2**30, peak / 2**30
+        row["fit"][name] = int((CARD - weights) / (peak - weights) * B)
         rewind(cache, N)
-        steps[name], errors[name] = run, relative_l1(run().double(), right)
-        rewind(cache, N)
+        row["rel_l1"][name] = relative_l1(runner.output().double(), right)
+        if not runner.captured or not row["rel_l1"][name] < NEAR:
+            row["error"] = f"{name} is not captured, or its logits are not near eager's"
+        if kind == "Int8Cache":
+            row["append_ms"] = time_append(cache, N, args)
+            if [B, N] == [1, 8192]:
+                row["steps"] = many_steps(model, cache, N, tokens, runner, step)
     report = sage_inductor.report()[before:]
-    times = in_turns(steps, args.rounds, 5 * args.target_ms, burst)
-    wrong = [name for name, error in errors.items() if not error < NEAR]
-    return {
-        "shape": {"B": B, "N": N}, "rel_l1": errors, "cache_gib": gib,
-        "error": f"logits not near eager's: {', '.join(wrong)}" if wrong else None,
+
+    def clock(run: Callable, repeats: int) -> float:
+        for each in caches.values():
+            rewind(each, N)
+        return burst(run, repeats)
+
+    calls = {name: each.run for name, each in runners.items()}
+    times = in_turns(calls, args.rounds, 5 * args.target_ms, clock)
+    return row | {
         "times": {name: summary(each) for name, each in times.items()},
         "speed": {name: speed_of(each, times["inductor"]) for name, each in times.items()},
+        "over_bf16": speed_of(times["Int8Cache"], times["sage"]),
         "decodes": sum(site.decision.decodes for site in report), "sites": len(report),
     }  # fmt: skip
 
 
-def fill(cache, N: int) -> None:
-    """Random keys and values."""
+def full_cache(kind: str, config, B: int, N: int, device):
+    """Random keys and values, in the place of a prompt. No address is fixed, which would compile
+    each region anew."""
+    of = sage_inductor.Int8Cache if kind == "Int8Cache" else transformers.StaticCache
+    cache = of(config, max_cache_len=N)
+    with mock.patch("torch._dynamo.mark_static_address"):
+        heads, dtype = config.num_key_value_heads, torch.bfloat16
+        cache.early_initialization(B, heads, config.head_dim, dtype, device)
     for layer in cache.layers:
         for x in (layer.keys, layer.values):
             x.random_(-127, 128) if x.dtype == torch.int8 else x.normal_()
-        for name in ("key_scale", "value_scale"):
-            if hasattr(layer, name):
-                getattr(layer, name).uniform_(1 / 64, 1 / 32)
+        if kind == "Int8Cache":
+            layer.key_scale.uniform_(1 / 64, 1 / 32)
+            layer.value_scale.uniform_(1 / 64, 1 / 32)
+            layer.anchor.normal_()
+            layer.is_anchored = True
     rewind(cache, N)
+    return cache
 
 
 def rewind(cache, N: int) -> None:
@@ -237,7 +401,46 @@ def rewind(cache, N: int) -> None:
         layer.cumulative_length.fill_(N - ROOM)
 
 
-PARTS = {"calls": calls, "decoders": decoders}
+def time_append(cache, N: int, args) -> float:
+    """ms to append a token in all layers, of a step's."""
+    k, v = (x.keys[:, :, :1].bfloat16() for x in cache.layers[:2])
+
+    def append() -> Tensor:
+        for x in cache.layers:
+            codes = x.keys, x.key_scale, x.values, x.value_scale
+            append_kv(*codes, k, v, x.anchor, x.cumulative_length, True)
+        return k
+
+    rewind(cache, N)
+    times = interleave({"append": Runner(Provider("append", append), [()])}, args.rounds, 5.0)
+    return summary(times["append"])["ms"]
+
+
+def many_steps(model, cache, N: int, tokens: Tensor, runner: Runner, step: Callable) -> dict:
+    """STEPS tokens one after the other. equal: steps of which the CUDA graph's logits are those of
+    the same kernels launched, to the bit; rel_l1: the most to eager's."""
+    texts = torch.randint_like(tokens.expand(STEPS, *tokens.shape), model.config.vocab_size)
+
+    def replay() -> Tensor:
+        runner.run()
+        return runner.out
+
+    def logits(run: Callable[[], Tensor]) -> list[Tensor]:
+        found = []
+        rewind(cache, N)
+        for text in texts:
+            tokens.copy_(text)
+            found.append(run().clone())
+        return found
+
+    graphed, launched = logits(replay), logits(step)
+    eager = logits(stepping(model, cache, in_turn, tokens))
+    errors = [relative_l1(x.double(), y.double()) for x, y in zip(graphed, eager, strict=True)]
+    equal = sum(x.equal(y) for x, y in zip(graphed, launched, strict=True))
+    return {"steps": STEPS, "equal": equal, "rel_l1": max(errors)}
+
+
+PARTS = {"calls": calls, "random": random_calls, "decoders": decoders}
 
 
 # -- perplexity ----
@@ -393,8 +596,12 @@ def perplexity_table(rows: list[dict]) -> str:
 
 def table(rows: list[dict]) -> str:
     """us a call, and the gain over SDPA with the mask, with its range; the same of decoders' ms."""
-    decoders = [row for row in rows if row["part"] == "decoders"]
-    rows = [row for row in rows if row["part"] == "calls"]
+    parts = groups(rows, "part")
+    tables = {"calls": calls_table, "random": random_table, "decoders": decoders_table}
+    return "\n".join(tables[part](its) for part, its in parts.items())
+
+
+def calls_table(rows: list[dict]) -> str:
     names = [x.name for x in PROVIDERS]
     lines = [["B", "H_kv", "G", "N", "D", "N_q", "filled", *names]]
     for row in rows:
@@ -408,14 +615,48 @@ def table(rows: list[dict]) -> str:
     errors = (
         f"{name} {max(row['rel_l1'][name] for row in rows):.2%}" for name in names if name != "SDPA"
     )
-    text = markdown(lines) + f"\nLargest relative L1 to float64: {', '.join(errors)}.\n"
-    lines = [["decoder: B", "N", "inductor, ms", "sage", "Int8Cache", "GiB of caches"]]
-    for row in decoders:
+    return markdown(lines) + f"\nLargest relative L1 to float64: {', '.join(errors)}.\n"
+
+
+def random_table(rows: list[dict]) -> str:
+    """How many of the calls are rewritten, and each that is slower than what it replaces."""
+    lines = [["slower: B", "H_kv", "G", "N", "D", "N_q", "filled", "dtype", "became", "gain"]]
+    timed, found = [row for row in rows if "speed" in row], {}
+    for row in timed:
+        found.setdefault(row["became"], []).append(row["speed"]["x"])
+        if row["speed"]["x"] < SLOWER:
+            sizes = [f"{x:g}" for x in row["shape"].values()]
+            lines.append([*sizes, row["dtype"][6:], row["became"], gain(row["speed"])])
+    gains = (f"{len(x)} become {name}: {min(x):.2f}x to {max(x):.2f}x" for name, x in found.items())
+    slower = markdown(lines) if lines[1:] else f"None is slower than {SLOWER:g}x.\n"
+    return f"{len(rows)} random calls, of which {'; '.join(gains)}.\n\n{slower}"
+
+
+def decoders_table(rows: list[dict]) -> str:
+    lines = [
+        ["decoder: layers", "B", "N", "inductor, ms", "sage", "Int8Cache", "Int8Cache over sage"]
+        + ["append", "GiB of caches", "peak GiB", "fit"]
+    ]
+    names = "inductor", "sage", "Int8Cache"
+    for row in (row for row in rows if "times" in row):
         ms = {name: each["ms"] for name, each in row["times"].items()}
-        gains = (f"{ms[x]:.2f}, {gain(row['speed'][x])}" for x in ("sage", "Int8Cache"))
+        gains = (f"{ms[x]:.2f}, {gain(row['speed'][x])}" for x in names[1:])
         memory = f"{row['cache_gib']['sage']:.2f}, {row['cache_gib']['Int8Cache']:.2f}"
-        lines.append([*map(str, row["shape"].values()), f"{ms['inductor']:.2f}", *gains, memory])
-    return text + ("\n" + markdown(lines) if decoders else "")
+        layers = str(row["shape"].get("layers", 8))
+        sizes = layers, str(row["shape"]["B"]), str(row["shape"]["N"])
+        line = [*sizes, f"{ms['inductor']:.2f}", *gains, "", "", memory, "", ""]
+        if "peak_gib" in row:
+            line[6:8] = gain(row["over_bf16"]), f"{row['append_ms'] / ms['Int8Cache']:.1%}"
+            line[9] = ", ".join(f"{row['peak_gib'][x]:.1f}" for x in names)
+            line[10] = ", ".join(str(row["fit"][x]) for x in names)
+        lines.append(line)
+    said = (
+        f"{x['steps']} steps of replays: {x['equal']} equal those of launches to the bit, and are "
+        f"at most {x['rel_l1']:.1%} from eager's.\n"
+        for row in rows
+        if (x := row.get("steps"))
+    )
+    return "\n".join([markdown(lines), *said])
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ $ python bench/decoding.py --json    # on a GPU about five minutes
     values    SDPA with a mask and enable_gqa against float64 by hand, at random shapes
     calls     one layer's attention at random shapes: the compiled repeats and SDPA, and
               SDPA with enable_gqa; over enough caches that L2 holds none, as CUDA graphs
-    decoder   a step of transformers' Llama of Llama 3 8B's sizes with 8 layers and its static
-              cache, compiled with CUDA graphs by "inductor" and by "sage"
-    generate  the same model's `generate`, which compiles the decoding itself
+
+Its older results have steps of a decoder, which bench/decode.py has now, and `generate`.
 
 Shapes: B batch, H_kv heads of k and v, of which each is read by G of q, N keys, head_dim D.
 """
 
 import random
-import statistics
 from typing import NamedTuple
 
 import torch
@@ -23,14 +21,8 @@ from torch import Tensor
 
 import sage_inductor
 from bench import harness
-from bench.measure import Provider, Runner, burst, in_turns, interleave, relative_l1, summary
+from bench.measure import Provider, Runner, interleave, relative_l1, summary
 from bench.tables import gain, markdown, show, speed_of
-
-LAYERS = 8
-NEAR = (
-    0.05  # relative L1 of logits to eager's, from which they are wrong: Inductor's differ by 0.02
-)
-NEW = 64  # tokens that `generate` makes
 
 
 class Shape(NamedTuple):
@@ -66,7 +58,6 @@ CALLS = [
     Shape(1, 4, 8, 32768, 128), Shape(1, 8, 4, 32768, 64), Shape(1, 1, 16, 32768, 128),
     Shape(1, 8, 4, 256, 128), Shape(1, 8, 4, 1024, 128), Shape(1, 8, 4, 32768, 256),
 ]  # fmt: skip
-DECODERS = [(1, 8192), (1, 32768), (16, 8192), (16, 32768)]
 
 
 def main(argv=None) -> int:
@@ -80,8 +71,7 @@ def main(argv=None) -> int:
     torch.manual_seed(0)
     method = (
         f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in turns, over "
-        "caches that L2 does not hold; a decoder's step is a replayed CUDA graph of the whole "
-        "model, launched by its compiled forward"
+        "caches that L2 does not hold"
     )
     result = harness.Result("decoding", method, args)
     with torch.no_grad():
@@ -125,7 +115,7 @@ def draw(shape: Shape, device) -> tuple[Tensor, ...]:
 def repeated(q, k, v, mask=None):
     """As transformers' static cache is read."""
     (B, H, N, D), H_q = k.shape, q.shape[1]
-    k, v = (x[:, :, None].expand(B, H, H_q // H, N, D).reshape(B, H_q, N, D) for x in (k, v))
+    k, v = (x.unsqueeze(2).expand(B, H, H_q // H, N, D).reshape(B, H_q, N, D) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -183,114 +173,7 @@ def by_sage():
     return torch.compile(repeated, backend="sage", dynamic=False)
 
 
-# -- a decoder ----
-
-
-def decoders(args, device):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=LAYERS, num_key_value_heads=8,
-        num_attention_heads=32, head_dim=128, vocab_size=128256, max_position_embeddings=2**18,
-    )  # fmt: skip
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = LlamaForCausalLM(config).eval()
-    torch.set_default_dtype(before)
-    for B, N in DECODERS:
-        if 2 * LAYERS * bytes_of(Shape(B, 8, 4, N, 128)) > torch.cuda.mem_get_info()[0]:
-            continue
-        torch._dynamo.reset()
-        for part, measure in (("decoder", decoder), ("generate", generate)):
-            row = {"part": part, "shape": {"B": B, "N": N}, "error": None}
-            try:
-                row |= measure(model, config, B, N, args, device)
-            except Exception as error:  # a row that fails must not cost the others
-                row["error"] = harness.in_a_line(error)
-            yield row
-            torch.cuda.empty_cache()
-
-
-def decoder(model, config, B: int, N: int, args, device) -> dict:
-    from transformers import StaticCache
-
-    tokens = torch.randint(128256, (B, 1), device=device)
-    steps, logits, before = {}, {}, len(sage_inductor.report())
-    cache = StaticCache(config, max_cache_len=N)
-    model(torch.randint(128256, (B, 64), device=device), past_key_values=cache, logits_to_keep=1)
-    fill(cache, N)
-    for backend in ("inductor", "sage"):
-        options = {f"{'sage.' * (backend == 'sage')}mode": "reduce-overhead"}
-        given = options if backend == "inductor" else {"options": options}
-        step = torch.compile(model, backend=backend, dynamic=False, **given)
-
-        def run(step=step):
-            torch.compiler.cudagraph_mark_step_begin()
-            return step(tokens, past_key_values=cache).logits
-
-        for _ in range(4):  # warm up, record, replay
-            run()
-        rewind(cache, N)
-        logits[backend], steps[backend] = run().clone(), run
-    report = sage_inductor.report()[before:]
-    rewind(cache, N)
-    right = model(tokens, past_key_values=cache).logits.double()
-    errors = {name: relative_l1(found.double(), right) for name, found in logits.items()}
-    if not errors["sage"] < NEAR:
-        raise ValueError(f"the logits are not near eager's: relative L1 {errors}")
-    times = in_turns(steps, args.rounds, 200.0, burst)
-    return {
-        "rel_l1": errors, "ms": {name: statistics.median(each) for name, each in times.items()},
-        "speed": speed_of(times["sage"], times["inductor"]),
-        "unrepeats": sum(site.decision.unrepeats for site in report), "calls": len(report),
-    }  # fmt: skip
-
-
-def generate(model, config, B: int, N: int, args, device) -> dict:
-    """ms of a whole `generate`: a prompt that with NEW tokens fills an eighth of N, and the tokens.
-    alike: the share of equal tokens; a random model follows rounding."""
-    from transformers import CompileConfig
-
-    prompt = torch.randint(128256, (B, N // 8 - NEW), device=device)
-    given = dict(
-        attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, min_new_tokens=NEW,
-        do_sample=False, cache_implementation="static", pad_token_id=0,
-    )  # fmt: skip
-    made, times = {}, {}
-    for backend in ("inductor", "sage"):
-        torch._dynamo.reset()
-        options = {"sage.mode": "reduce-overhead"} if backend == "sage" else None
-        mode = "reduce-overhead" if backend == "inductor" else None
-        compiled = CompileConfig(backend=backend, mode=mode, options=options, fullgraph=False)
-
-        def run(compiled=compiled):
-            return model.generate(prompt, compile_config=compiled, **given)
-
-        run(), run()
-        made[backend] = run()
-        times[backend] = [burst(run, 1) for _ in range(args.rounds)]
-    return {
-        "alike": (made["sage"] == made["inductor"]).float().mean().item(),
-        "ms": {name: statistics.median(each) for name, each in times.items()},
-        "speed": speed_of(times["sage"], times["inductor"]),
-    }
-
-
-def fill(cache, N: int) -> None:
-    """Random keys and values at all positions, a quarter of which the model takes for set."""
-    for layer in cache.layers:
-        layer.keys.normal_()
-        layer.values.normal_()
-    rewind(cache, N)
-
-
-def rewind(cache, N: int) -> None:
-    for layer in cache.layers:
-        layer.cumulative_length.fill_(N // 4)
-
-
-PARTS = {"values": values, "calls": calls, "decoder": decoders}
+PARTS = {"values": values, "calls": calls}
 
 
 # -- the tables ----

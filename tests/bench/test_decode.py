@@ -8,6 +8,8 @@ import sage_inductor
 from bench import capture, decode, trained
 from bench.decoding import by_hand
 from bench.measure import relative_l1
+from sage_inductor.choose import tables
+from sage_inductor.ops import gpus
 
 
 def test_all_that_is_timed_computes_one_thing_and_the_table_says_how_near():
@@ -33,6 +35,94 @@ def test_all_that_is_timed_computes_one_thing_and_the_table_says_how_near():
     )
     assert line.startswith("| 1 | 2 | 3 | 200 | 64 | 4 | 0.5 | 50.0 | 50.0, 1.50x (1.40 to 1.60) |")
     assert f"INT8 {errors['INT8']:.2%}" in last
+
+
+# -- random calls ----
+
+
+def test_random_calls_are_decided_by_the_pass_and_those_that_are_slower_are_listed(monkeypatch):
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(tables, "gpu_name", lambda device: tables.H200)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    assert decode.drawn(40)[:7] == decode.drawn(7) != decode.drawn(7, seed=1)
+    cuda, rows = torch.device("cuda", 0), []
+    for shape, repeats, became in [
+        (decode.Shape(1, 8, 4, 4096), True, "decode"),
+        (decode.Shape(4, 8, 4, 777, 64, 16, 0.25), False, "decode"),
+        (decode.Shape(32, 8, 4, 4096), True, None),
+    ]:
+        site = decode.decided(decode.Drawn(shape, torch.float16, repeats), cuda)
+        assert site.recipe == became and site.decision.unrepeats == (became is None)
+        became = became or "SDPA, heads not repeated"
+        rows.append({"shape": shape._asdict(), "dtype": "torch.float16", "became": became})
+    for row, x in zip(rows, (1.5, 0.98, 0.9), strict=True):
+        row |= {"part": "random", "speed": {"x": x, "x_min": x, "x_max": x}}
+    stays = {"part": "random", "became": ""}
+    assert "None is slower than 0.97x." in decode.table([stays, *rows[:2]])
+    first, *_, last = decode.table([stays, *rows]).splitlines()
+    assert first.startswith("4 random calls, of which 2 become decode: 0.98x to 1.50x; 1 become")
+    assert last.startswith("| 32 | 8 | 4 | 4096 | 128 | 1 | 1 | float16 | SDPA, heads not repeated")
+
+
+# -- decoders ----
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("kind", ["StaticCache", "Int8Cache"])
+def test_a_decoder_compiles_one_region_for_all_and_computes_what_the_model_does(kind, monkeypatch):
+    monkeypatch.setattr(decode, "REGION", 2)
+    monkeypatch.setattr(decode, "ROOM", 8)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, vocab_size=50)
+    sizes |= dict(num_key_value_heads=2, head_dim=16)
+    model = decode.llama(6, "cpu", **sizes)
+    cache = decode.full_cache(kind, model.config, 3, 32, "cpu")
+    tokens, graphs = torch.randint(50, (3, 1)), []
+
+    def backend(gm, _):
+        graphs.append(gm)
+        return gm.forward
+
+    found = []
+    with torch.no_grad():
+        for run in (decode.in_turn, torch.compile(decode.in_turn, backend=backend, fullgraph=True)):
+            step = decode.stepping(model, cache, run, tokens)
+            decode.rewind(cache, 32)
+            found.append([step(), step()])
+        layers = [layer for region in model.model.layers for layer in region.layers]
+        for i, layer in enumerate(layers):
+            layer.self_attn.layer_idx = i
+        model.model.layers = torch.nn.ModuleList(layers)
+        decode.rewind(cache, 32)
+        found.append([model(tokens, past_key_values=cache).logits for _ in range(2)])
+    assert len(graphs) == 1
+    for expected, *others in zip(*found, strict=True):
+        assert all(x.equal(expected) for x in others) and expected.std() > 0
+    assert all(layer.cumulative_length == 26 for layer in cache.layers)
+    assert not found[0][0].equal(found[0][1])
+
+
+def test_the_table_of_decoders_has_results_of_before_too():
+    names = "inductor", "sage", "Int8Cache"
+    speed = {"x": 2.0, "x_min": 1.9, "x_max": 2.1}
+    old = {
+        "part": "decoders", "shape": {"B": 1, "N": 8}, "times": dict.fromkeys(names, {"ms": 4.0}),
+        "speed": dict.fromkeys(names, speed), "cache_gib": dict.fromkeys(names, 0.5),
+    }  # fmt: skip
+    new = old | {
+        "shape": {"B": 16, "N": 8, "layers": 32}, "over_bf16": speed, "append_ms": 0.1,
+        "peak_gib": dict.fromkeys(names, 17.04), "fit": dict.fromkeys(names, 14),
+        "steps": {"steps": 200, "equal": 200, "rel_l1": 0.031},
+    }  # fmt: skip
+    failed = {"part": "decoders", "shape": old["shape"], "error": "out of memory"}
+    *_, before, after, _, said = decode.table([old, new, failed]).splitlines()
+    times = "4.00 | 4.00, 2.00x (1.90 to 2.10) | 4.00, 2.00x (1.90 to 2.10)"
+    assert before == f"| 8 | 1 | 8 | {times} |  |  | 0.50, 0.50 |  |  |"
+    more = "2.00x (1.90 to 2.10) | 2.5% | 0.50, 0.50 | 17.0, 17.0, 17.0 | 14, 14, 14"
+    assert after == f"| 32 | 16 | 8 | {times} | {more} |"
+    assert said.startswith("200 steps of replays: 200 equal") and "3.1% from eager's" in said
 
 
 # -- perplexity ----
