@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor.ops.quantize.op import smooth
-from sage_inductor.ops.register import opens
+from sage_inductor.ops.register import autocast, opens
 from sage_inductor.ops.sparse.pool import largest, pool_blocks
 from sage_inductor.ops.symbols import fix_head_dims
 
@@ -260,4 +260,5 @@ def _(
     return counts, q.new_empty((*rows, (N + block_kv - 1) // block_kv), dtype=torch.int32)
 
 
+autocast("select_blocks")
 opens(select_blocks, compose_select)
