@@ -104,7 +104,9 @@ def test_an_op_with_other_arguments_and_a_backward_are_no_rows():
     assert not sites_of(
         lambda x: op("flash_attn._flash_attn_backward")(x, x, x, 0.0, 1.0, True)[0], x
     )
-    assert not sites_of(lambda x: op("fastvideo_kernel.block_sparse_attn_backward_triton")(x, x, x)[0], x)
+    assert not sites_of(
+        lambda x: op("fastvideo_kernel.block_sparse_attn_backward_triton")(x, x, x)[0], x
+    )
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (8, 0), (-1, -1)])
