@@ -727,7 +727,7 @@ def test_block_lists_are_sharded_by_what_they_tell_apart(ranks, of_q, placed, B,
 def test_lists_of_grouped_heads_are_sharded(ranks, H_kv, tail):
     """Which keys of one head of k count, the lists of all heads say, unless there is a tail."""
     q, k, v = inputs((254,), H_kv=H_kv)
-    lists = block_lists(2, 4, 254, 254, 64, 64, 0.3, False, unread=3)
+    lists = block_lists(2, 4, 254, 254, 64, 64, 0.1, False, unread=3)
     tensors = dict(q=q, k=k, v=v, kv_num_blocks=lists.kv_num_blocks, kv_indices=lists.kv_indices)
     given = {"block_q": 64, "block_kv": 64, "tail_block": tail, "recipe": RECIPE}
     placements = {"q": Shard(1), **dict.fromkeys("kv", ALL if H_kv == 1 else Shard(1))}

@@ -464,7 +464,11 @@ def plainly(q, k, v, keep):
 
 
 EACH_WAY = {name: TRAINED[name] for name in ("sla", "vsa, compete", "sol", "error, a tail")}
-EACH_WAY |= {"tail": TAIL, "cubes, a tail": {**CUBES, "tail": True}}
+EACH_WAY |= {
+    "vsa": {"rule": "vsa", "sparsity": 0.7},
+    "tail": TAIL,
+    "cubes, a tail": {**CUBES, "tail": True},
+}
 
 
 def of_heads(x):
@@ -527,10 +531,10 @@ def exported_once(x):
 
 def under_autocast(x):
     """A rule that rounds to q's dtype rounds to autocast's."""
-    x = x.float()
-    run = torch.compile(attends, backend="sage", options=options(SLA))
+    x = tokens(1500, 1, 8) + 4
+    run = torch.compile(attends, backend="sage", options=options(EACH_WAY["vsa"]))
     with support.op_by_op(), torch.autocast("cpu", torch.bfloat16):
-        yield "sla", x.bfloat16(), run(x)
+        yield "vsa", x.bfloat16(), run(x)
 
 
 @pytest.mark.parametrize("way", [by_stages, by_one_graph, exported_once, under_autocast])
