@@ -516,17 +516,18 @@ def by_one_graph(x):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def exported_once(x):
+def of_any_length(names):
     """A program for all lengths of more than one block: torch takes no guard on their number."""
-    names = ["sla", "vsa, compete", "tail"]
     module = torch.nn.Module()
     module.forward = each_of(names)
     shapes = ({2: torch.export.Dim("N", min=129, max=4000)},)
     with config.patch(emulate=True):
-        program = torch.export.export(
-            module, (tokens(300, 1, 8).bfloat16(),), dynamic_shapes=shapes
-        )
-    yield from at_lengths(program.module(), names, (513,))
+        return torch.export.export(module, (tokens(300, 1, 8).bfloat16(),), dynamic_shapes=shapes)
+
+
+def exported_once(x):
+    names = ["sla", "vsa, compete", "tail"]
+    yield from at_lengths(of_any_length(names).module(), names, (513,))
 
 
 def under_autocast(x):
@@ -544,6 +545,17 @@ def test_whichever_way_it_is_run_it_is_attention_by_the_lists_that_are_selected(
         inputs = *of_heads(x), EACH_WAY[name]
         assert torch.equal(out, by_selected(*inputs)[0]), name
         assert support.relative_l1(out, plainly(*inputs)) < 0.03, name
+
+
+@pytest.mark.sweep
+@torch.no_grad()
+def test_a_package_holds_for_other_lengths_than_its_examples(generated, tmp_path):
+    """It checks no guard: each block of 300 keys has two means, the last one of 513 has one."""
+    names, path = ["error, a tail"], str(tmp_path / "model.pt2")
+    with config.patch(emulate=True):
+        torch._inductor.aoti_compile_and_package(of_any_length(names), package_path=path)
+    for name, x, out in at_lengths(torch._inductor.aoti_load_package(path), names, (513, 129)):
+        assert support.relative_l1(out, by_selected(*of_heads(x), EACH_WAY[name])[0]) < 1e-2
 
 
 # -- calls that it is not for --
