@@ -280,10 +280,10 @@ def _measuring(
 ) -> Callable[..., contextlib.AbstractContextManager]:  # fmt: skip
     """Gives a context of (a Diagnosis, what runs a model and measures it), after a check of what is
     given. The Diagnosis is filled when the context ends."""
-    named = some_of(tuple(NAMED), name, recipes)
+    named: tuple = some_of(tuple(NAMED), name, recipes)
     recipe = named[0] if len(named) == 1 else AUTO
-    rules = [Rule(recipe, keep=kept(each, recipe, f"{name}: ")) for each in keep]
-    keeps = {f"keep {rule.keep.given()}": rule for rule in rules}
+    selections = [kept(each, recipe, f"{name}: ") for each in keep]
+    keeps = {f"keep {each.given()}": Rule(recipe, keep=each) for each in selections}
     if not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
         what = "tolerance must be a fraction, as 0.05 for 5 %"
         raise ValueError(f"{name}: {what}, got {tolerance!r}")

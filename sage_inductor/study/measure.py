@@ -24,7 +24,7 @@ from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.choose.cost import SHORTEST, Prediction
 from sage_inductor.choose.decide import decide, predicted
 from sage_inductor.ops.call_shape import CallShape
-from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.recipe import NAMED, RecipeName
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.sparse.selector import selected
@@ -98,7 +98,7 @@ class Measured:
     modules may have no name, its number among the calls of these names in a run. So a graph that
     Dynamo makes again, for other sizes, adds no call."""
 
-    def __init__(self, recipes: tuple[str, ...], keeps: dict[str, Rule]):
+    def __init__(self, recipes: tuple[RecipeName, ...], keeps: dict[str, Rule]):
         self.rules = {name: Rule(name) for name in recipes} | keeps  # keeps: by their names
         self.calls: dict[tuple, Found] = {}
         self.refused: dict[tuple, Site] = {}
@@ -127,7 +127,7 @@ class Measured:
 
     def _measure(self, call: Call, shape: CallShape, found: Found) -> None:
         """The call, whenever the graph is about to make it."""
-        recipes = {}
+        recipes: dict[str, Decision] = {}
         for name, rule in self.rules.items():
             decision = decide(call, dataclasses.replace(STUDY, policy=(rule,)))
             recipes |= {name: decision} if decision.recipe else {}
@@ -289,7 +289,7 @@ def _exact_out(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
 
 def _computed(by: Decision | None, q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     """By a recipe, and the blocks that are selected, or by SDPA."""
-    if by is not None:
+    if by is not None and by.recipe is not None:
         call = SdpaCall.of(q, k, v, scale, NAMED[by.recipe].encode(), attn_mask, band)
         if by.selection is not None:
             call = call._replace(**selected(q, k, scale, by.selection))
