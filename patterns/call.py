@@ -154,7 +154,8 @@ def gathered(node: Node) -> Site | None:
     given = by_schema(node, node.target)
     q, k, recipe = value_of(given["q"]), value_of(given["k"]), decode(given["recipe"])
     name = next(name for name, each in NAMED.items() if each == recipe)
-    decision = Decision(name, "asked for; how keys travel between ranks is chosen when it runs")
+    how = "asked for, of all keys; how they travel between ranks is chosen when it runs"
+    decision = Decision(name, how)
     return Site(
         module_path(node), node.name, "sage_inductor.gather_attention", dims(q), dims(k),
         str(q.dtype).removeprefix("torch."), "causal" if given["is_causal"] else "none", decision,

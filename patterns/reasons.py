@@ -252,6 +252,9 @@ FROM_POSITIONS = Cause(
     'attn_implementation="sdpa", whose mask breaks no graph')
 ANOTHER_KERNEL = Cause("`{}` is another library's kernel",
     'call F.scaled_dot_product_attention (attn_implementation="sdpa" in transformers)')
+ANOTHERS_LISTS = Cause("`{}` is another library's kernel for lists of blocks",
+    "call sage_inductor.functional.video_sparse_attention, which has VSA's rule, layout and gate; "
+    "for lists of your own compile flex_attention with a BlockMask")
 
 # -- attention that is written out by hand (softmax/) ----
 

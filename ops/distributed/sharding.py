@@ -53,7 +53,8 @@ def _sdpa(*args) -> Ways:
     lists = [x for each in call.blocks.lists for x in each] if call.blocks.size else []
     queries = call.left is None and call.right is None and not lists
     masks = [] if call.attn_mask is None else [_mask(call.attn_mask)]
-    keys = _keys(call.k, masks)
+    tell = [] if call.tail_block else lists[:1]  # beside a tail all keys count
+    keys = _keys(call.k, [*masks, *map(_broadcast, tell)])
     inputs = [Shard, keys, keys, *masks, *[keys] * len(call.prepared), *map(_broadcast, lists)]
     inputs += [_whole] * (call.perm is not None)
     return _ways(call.q, call.k, [Shard] * 2, inputs, queries)
@@ -124,8 +125,8 @@ def _keeps_groups(q, k) -> bool:
 
 
 def _keys(k, masks=()):
-    """The placement of what heads of k have. One head is whole, unless masks say for each head
-    of q which keys count in its statistics: then no way to shard them is left."""
+    """The placement of what heads of k have. One head is whole, unless masks or lists say for each
+    head of q which keys count in its statistics: then no way to shard them is left."""
 
     def of(dim: int):
         shared = k.shape[dim] == 1 and all(mask(dim) == Replicate() for mask in masks)

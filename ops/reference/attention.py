@@ -154,16 +154,16 @@ def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def _unlisted(a: AttentionCall) -> Tensor:
     """bool [B or 1, H_q or 1, N_q, T_pad]: keys of the tail for blocks that a query's lists do not
-    name."""
+    name. Nothing asks for the number of blocks: a package would hold for the example's."""
     (block_q, block_kv), n_q = a.blocks.size, torch.arange(a.q.shape[2], device=a.q.device)
-    blocks, T = -(-a.n_kv // block_kv), -(-a.n_kv // a.tail_block)
+    blocks, t = -(-a.n_kv // block_kv), torch.arange(a.tail_k.shape[2], device=n_q.device)
     named = n_q.new_zeros((*a.blocks.kv_num_blocks.shape, blocks + 1), dtype=torch.bool)
     for count, index in a.blocks.lists:
         place = torch.arange(index.shape[3], device=n_q.device)
         index = torch.where(place < count[..., None], index.long().clamp(0, blocks), blocks)
         named = named.scatter(3, index, True)
-    found = ~named[..., :-1].repeat_interleave(block_kv // a.tail_block, 3)[:, :, n_q // block_q]
-    return F.pad(found[..., :T], (0, a.tail_k.shape[2] - T))
+    named = F.pad(named[..., :-1], (0, 1), value=True)  # the last: where there are no keys
+    return ~named[..., (t * a.tail_block // block_kv).clamp(max=blocks)][:, :, n_q // block_q]
 
 
 def _as_walked(x: Tensor, x_banded: Tensor, walk: Tensor, block_n: int) -> tuple[Tensor, Tensor]:

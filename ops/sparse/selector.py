@@ -48,7 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor.ops.quantize.op import smooth
-from sage_inductor.ops.register import opens
+from sage_inductor.ops.register import autocast, opens
 from sage_inductor.ops.sparse.pool import largest, pool_blocks
 from sage_inductor.ops.symbols import fix_head_dims
 
@@ -260,4 +260,17 @@ def _(
     return counts, q.new_empty((*rows, (N + block_kv - 1) // block_kv), dtype=torch.int32)
 
 
+def selected(q: Tensor, k: Tensor, scale: float, asked: Selection) -> dict:
+    """What ``sage::sdpa`` takes of a call whose blocks are selected, by its arguments' names."""
+    (block_q, block_kv), perm = asked.size, None
+    if asked.layout is not None:
+        perm = torch.ops.sage.cube_order(q, asked.layout, asked.cube, asked.beside[0])
+    counts, indices = select_blocks(q, k, scale, *asked.arguments(perm))
+    return dict(
+        kv_num_blocks=counts, kv_indices=indices, block_q=block_q, block_kv=block_kv, perm=perm,
+        tail_block=asked.tail_block if asked.tail else None,
+    )  # fmt: skip
+
+
+autocast("select_blocks")
 opens(select_blocks, compose_select)

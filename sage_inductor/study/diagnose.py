@@ -24,10 +24,10 @@ from torch import nn
 
 from sage_inductor.backend import inputs_later, op_by_op
 from sage_inductor.choose import families, tables
-from sage_inductor.names import some_of
+from sage_inductor.names import AUTO, some_of
 from sage_inductor.ops.compat import called_instead
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, RecipeName
-from sage_inductor.policy import Policy
+from sage_inductor.policy import KeepOption, Policy, Rule, kept
 from sage_inductor.study import page
 from sage_inductor.study.findings import Findings, counts, number_of
 from sage_inductor.study.measure import SDPA, Measured, Row
@@ -53,6 +53,7 @@ class Diagnosis(Findings):
     by_stage: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     # All calls together, by recipe; "the policy": the suggested recipe of each call.
     totals: dict[str, Total] = dataclasses.field(default_factory=dict)
+    keeps: dict[str, Rule] = dataclasses.field(default_factory=dict)  # what is called so above
 
     COLUMNS = ("module", "call", "q", "k", "dtype", "mask", "recipe", "CosSim", "relative L1",
                "RMSE", "worst head", "relative L1 of that head", "worst batch, head, row",
@@ -64,9 +65,9 @@ class Diagnosis(Findings):
     def policy(self) -> Policy:
         """The suggested recipes, in few rules."""
         others = {x: of for x, of in self.by_stage.items() if of != self.suggested}
-        rules = ((rule, stage) for stage, of in others.items() for rule in merged(of))
+        rules = ((rule, stage) for stage, of in others.items() for rule in merged(of, self.keeps))
         rules = (dataclasses.replace(rule, stage=stage) for rule, stage in rules)
-        return Policy((*rules, *merged(self.suggested)))
+        return Policy((*rules, *merged(self.suggested, self.keeps)))
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the policy where ``sage.policy`` finds it, with what was measured as a note."""
@@ -123,7 +124,7 @@ class Diagnosis(Findings):
         order, measured = self._modules, {row.recipe for row in self.rows}
         in_order = sorted(self.rows, key=lambda row: order.index(row.site.module))
         modules = list(dict.fromkeys(row.where for row in in_order))
-        recipes = [name for name in (SDPA, *NAMED) if name in measured]
+        recipes = [name for name in (SDPA, *NAMED, *self.keeps) if name in measured]
         return page.heat_map(modules, recipes, errors, self.tolerance, plain=(SDPA,))
 
     def to_html(self, path: str | os.PathLike) -> None:
@@ -137,7 +138,7 @@ class Diagnosis(Findings):
         return "\n".join(self._summary())
 
     def _summary(self) -> list[str]:
-        names, gain = (SDPA, *NAMED, POLICY), self._gain()
+        names, gain = (SDPA, *NAMED, *self.keeps, POLICY), self._gain()
         rows = [(name, *self._total(name)) for name in names if name in self.totals]
         return [
             page.paragraph(self.verdict),
@@ -166,6 +167,7 @@ OF_TIMES = (
 def diagnose(
     model, *, recipes: RecipeName | Sequence[RecipeName] | None = None,
     path: str | os.PathLike | None = None, tolerance: float = TOLERANCE,
+    keep: Sequence[KeepOption] = (),
 ) -> Callable[..., Diagnosis]:  # fmt: skip
     """``diagnose(model)(*args, **kwargs)`` runs ``model(*args, **kwargs)`` once and measures every
     recipe at every attention call.
@@ -180,6 +182,9 @@ def diagnose(
     is suggested. A module gets the fastest recipe that is within the tolerance at each of its
     calls. That is "auto", if every recipe that "auto" may become there is within it (on CPU: may
     become on the GPU that was measured). Else it is a named one, and "off" if there is none.
+    keep: what a rule's `keep` may be, from the least on; recipes must be one name then. A module
+    gets the first of them that is within the tolerance at each of its calls, in each stage. If
+    there is none, it gets what it would get without keep.
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many
@@ -189,11 +194,11 @@ def diagnose(
 
     Returns a function of the model's arguments, which returns the Diagnosis.
 
-    Raises ValueError for unknown recipes, a tolerance that is not between 0 and 1, or a model that
-    makes no attention call; TypeError for inputs beside the model; OSError, before the model runs,
-    if `path` cannot be written.
+    Raises ValueError for unknown recipes, a tolerance that is not between 0 and 1, a keep that a
+    policy may not have, or a model that makes no attention call; TypeError for inputs beside the
+    model; OSError, before the model runs, if `path` cannot be written.
     """
-    measuring = _measuring("diagnose", recipes, path, tolerance)
+    measuring = _measuring("diagnose", recipes, path, tolerance, keep)
 
     def run(*args, **kwargs) -> Diagnosis:
         if isinstance(model, nn.Module):
@@ -212,12 +217,13 @@ _open: list[nn.Module] = []  # the models of the blocks of `diagnosing` that hav
 def diagnosing(
     model: nn.Module, *, recipes: RecipeName | Sequence[RecipeName] | None = None,
     path: str | os.PathLike | None = None, tolerance: float = TOLERANCE, every: int = 1,
+    keep: Sequence[KeepOption] = (),
 ) -> Iterator[Diagnosis]:  # fmt: skip
     """``with diagnosing(model) as found:`` measures the calls of `model` in the block as `diagnose`
     does, on the inputs that they get there. When the block has ended, `found` is the Diagnosis.
 
     model: a module that the block calls, such as ``pipe.transformer``.
-    recipes, path, tolerance: see `diagnose`.
+    recipes, path, tolerance, keep: see `diagnose`.
     every: with 10, each tenth call is measured, from the first on.
 
     All else in the block runs in eager, also what is compiled. Gradients are as the block has them.
@@ -247,7 +253,7 @@ def diagnosing(
                 return itself(*args, **kwargs)
             return measured(model, args, kwargs)
 
-    with _measuring("diagnosing", recipes, path, tolerance)() as (found, measured):
+    with _measuring("diagnosing", recipes, path, tolerance, keep)() as (found, measured):
         _open.append(model)
         try:
             with called_instead(model, call):
@@ -269,11 +275,15 @@ def _check_alone(name: str, model: nn.Module) -> None:
 
 
 def _measuring(
-    name: str, recipes: str | Sequence[str] | None, path: str | os.PathLike | None, tolerance: float
-) -> Callable[..., contextlib.AbstractContextManager]:
+    name: str, recipes: str | Sequence[str] | None, path: str | os.PathLike | None,
+    tolerance: float, keep: Sequence[KeepOption],
+) -> Callable[..., contextlib.AbstractContextManager]:  # fmt: skip
     """Gives a context of (a Diagnosis, what runs a model and measures it), after a check of what is
     given. The Diagnosis is filled when the context ends."""
-    named = some_of(tuple(NAMED), name, recipes)
+    named: tuple = some_of(tuple(NAMED), name, recipes)
+    recipe = named[0] if len(named) == 1 else AUTO
+    selections = [kept(each, recipe, f"{name}: ") for each in keep]
+    keeps = {f"keep {each.given()}": Rule(recipe, keep=each) for each in selections}
     if not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
         what = "tolerance must be a fraction, as 0.05 for 5 %"
         raise ValueError(f"{name}: {what}, got {tolerance!r}")
@@ -286,20 +296,20 @@ def _measuring(
 
     @contextlib.contextmanager
     def measuring() -> Iterator[tuple[Diagnosis, Callable]]:
-        measured, found = Measured(named), Diagnosis((), (), {}, tolerance, ())
+        measured, found = Measured(named, keeps), Diagnosis((), (), {}, tolerance, ())
         try:
             with op_by_op(measured.see, all_graphs=True) as run:
                 yield found, functools.partial(measured.run, run)
         finally:
-            calls, shown = list(measured.calls.values()), (SDPA, *named)
+            calls, shown = list(measured.calls.values()), (SDPA, *named, *keeps)
             rows = [x for call in calls for of in call.rows.values() for x in of.values()]
             rows = tuple(sorted(rows, key=lambda row: -row.badness))
             if recipes is None:  # of all that is measured, what a policy may come to
                 by_auto = {name for call in calls for name in call.autos}
                 shown = tuple(name for name in shown if name in {SDPA, *BY_SPEED, *by_auto})
-            by_stage, refused = suggested(calls, tolerance), tuple(measured.refusals())
+            by_stage, refused = suggested(calls, tolerance, keeps), tuple(measured.refusals())
             of_all, usual = totals(calls, by_stage), by_stage.pop(None, {})
-            filled = Diagnosis(rows, refused, usual, tolerance, shown, by_stage, of_all)
+            filled = Diagnosis(rows, refused, usual, tolerance, shown, by_stage, of_all, keeps)
             vars(found).update(vars(filled))
         if not (found.rows or found.unmeasured):
             raise ValueError(f"{name}: the model must make an attention call, none was seen")

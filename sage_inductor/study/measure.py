@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,16 @@ from sage_inductor.choose.candidates import auto_recipes
 from sage_inductor.choose.cost import SHORTEST, Prediction
 from sage_inductor.choose.decide import decide, predicted
 from sage_inductor.ops.call_shape import CallShape
-from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.recipe import NAMED, RecipeName
 from sage_inductor.ops.reference.exact import attention_exact, masked
 from sage_inductor.ops.sdpa import SdpaCall
+from sage_inductor.ops.sparse.selector import selected
 from sage_inductor.ops.visibility import FULL, Band, as_4d
 from sage_inductor.options import Settings
 from sage_inductor.patterns import Decision, Site, reasons, rewrite
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.shared_kv import stacks
+from sage_inductor.policy import Rule
 from sage_inductor.study.findings import Finding, badness, keep_worst
 
 SDPA = "sdpa"  # in the place of a recipe: scaled_dot_product_attention in the model's own dtype
@@ -96,8 +98,8 @@ class Measured:
     modules may have no name, its number among the calls of these names in a run. So a graph that
     Dynamo makes again, for other sizes, adds no call."""
 
-    def __init__(self, recipes: tuple[str, ...]):
-        self.recipes = recipes
+    def __init__(self, recipes: tuple[RecipeName, ...], keeps: dict[str, Rule]):
+        self.rules = {name: Rule(name) for name in recipes} | keeps  # keeps: by their names
         self.calls: dict[tuple, Found] = {}
         self.refused: dict[tuple, Site] = {}
         self.graphs = collections.Counter()  # of this run, by the call
@@ -125,9 +127,11 @@ class Measured:
 
     def _measure(self, call: Call, shape: CallShape, found: Found) -> None:
         """The call, whenever the graph is about to make it."""
-        by = {x: decide(call, dataclasses.replace(STUDY, recipe=x)) for x in self.recipes}
-        recipes = [name for name, decision in by.items() if decision.recipe]
-        stacked = {name for name in recipes if stacks(call, NAMED[name])}
+        recipes: dict[str, Decision] = {}
+        for name, rule in self.rules.items():
+            decision = decide(call, dataclasses.replace(STUDY, policy=(rule,)))
+            recipes |= {name: decision} if decision.recipe else {}
+        stacked = {name for name in recipes if name in NAMED and stacks(call, NAMED[name])}
 
         @torch.no_grad()
         def measure(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None) -> None:
@@ -136,9 +140,9 @@ class Measured:
             stage, mask = stages.current(), None if attn_mask is None else tuple(attn_mask.shape)
             site = dataclasses.replace(found.site, q=sizes["q"], k=sizes["k"], stage=stage)
             now = shape._replace(**sizes, mask=mask)
-            errors = errors_of(q, k, v, attn_mask, shape.band, scale, (SDPA, *recipes))
+            errors = errors_of(q, k, v, attn_mask, shape.band, scale, {SDPA: None, **recipes})
             for name, error in errors.items():
-                is_timed = name != SDPA and min(now.lengths) >= SHORTEST
+                is_timed = name in NAMED and min(now.lengths) >= SHORTEST
                 time = predicted(now, name, name in stacked) if is_timed else None
                 found.add(Row(site, name, *error, time))
             self.progress.update()
@@ -239,16 +243,16 @@ def _ratio(error: Tensor, size: Tensor) -> Tensor:
 
 
 def errors_of(
-    q, k, v, attn_mask, band: Band, scale: float, names: Sequence[str]
+    q, k, v, attn_mask, band: Band, scale: float, decisions: dict[str, Decision | None]
 ) -> dict[str, tuple]:
-    """By SDPA or a recipe: Row's fields, from cos_sim on. Recipes share nothing between heads, so a
-    part of them is computed at a time, with the heads of q that they serve."""
+    """By SDPA (None) or a recipe: Row's fields, from cos_sim on. Recipes share nothing between
+    heads, so a part of them is computed at a time, with the heads of q that they serve."""
     (B, H_q, N_q, _), (H_kv, N_kv) = q.shape, k.shape[1:3]
     G, holds_scores = H_q // H_kv, q.device.type == "cpu"  # the emulation does
     columns = max(v.shape[3], N_kv if holds_scores else 0)
     pairs = max(1, MAX_SCORES // max(1, G * N_q * columns))  # of a batch and a head of k
     heads, batches = min(H_kv, pairs), max(1, min(B, pairs // H_kv))
-    found, mask = {name: Error(H_q) for name in names}, None
+    found, mask = {name: Error(H_q) for name in decisions}, None
     for b, h in itertools.product(range(0, B, batches), range(0, H_kv, heads)):
         of_b, of_kv = slice(b, b + batches), slice(h, h + heads)
         of_q = slice(h * G, (h + heads) * G)
@@ -259,7 +263,7 @@ def errors_of(
         inputs = q[of_b, of_q], k[of_b, of_kv], v[of_b, of_kv], mask, band, scale
         exact = _exact_out(*inputs)
         for name, error in found.items():
-            error.add(_computed(name, *inputs), exact, b, h * G)
+            error.add(_computed(decisions[name], *inputs), exact, b, h * G)
     return {name: error.numbers_of_row for name, error in found.items()}
 
 
@@ -283,11 +287,12 @@ def _exact_out(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     return out
 
 
-def _computed(name: str, q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
-    """By SDPA or a recipe."""
-    if name != SDPA:
-        recipe = NAMED[name].encode()
-        call = SdpaCall.of(q, k, v, scale, recipe, attn_mask, band)
+def _computed(by: Decision | None, q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
+    """By a recipe, and the blocks that are selected, or by SDPA."""
+    if by is not None and by.recipe is not None:
+        call = SdpaCall.of(q, k, v, scale, NAMED[by.recipe].encode(), attn_mask, band)
+        if by.selection is not None:
+            call = call._replace(**selected(q, k, scale, by.selection))
         return torch.ops.sage.sdpa(*call)[0]
     if band != FULL:
         none = q.new_zeros(q.shape[2], k.shape[2])

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from sage_inductor.choose.cost import fastest
@@ -24,8 +25,10 @@ class Total(NamedTuple):
     sdpa_ms: float
 
 
-def suggested(calls: list[Found], tolerance: float) -> dict[str | None, dict[str, str]]:
-    """By stage: the recipe of each module that was measured in it."""
+def suggested(
+    calls: list[Found], tolerance: float, keeps: Iterable[str] = ()
+) -> dict[str | None, dict[str, str]]:
+    """By stage: the recipe of each module that was measured in it, or the first of keeps."""
     modules = collections.defaultdict(lambda: collections.defaultdict(list))
     for call in calls:
         for stage, errors in call.errors.items():
@@ -33,9 +36,11 @@ def suggested(calls: list[Found], tolerance: float) -> dict[str | None, dict[str
             modules[stage][call.site.module].append((serving, call.autos))
 
     def recipe(found: list[tuple[set[str], tuple[str, ...]]]) -> str:
+        of_all = set.intersection(*(serving for serving, _ in found))
+        if kept := next((name for name in keeps if name in of_all), None):
+            return kept
         if all(serving.issuperset(autos) for serving, autos in found):
             return AUTO
-        of_all = set.intersection(*(serving for serving, _ in found))
         return next((name for name in BY_SPEED if name in of_all), OFF)
 
     of_stages = modules.items()
@@ -63,17 +68,22 @@ def totals(calls: list[Found], by_stage: dict[str | None, dict]) -> dict[str, To
     return dict(found)
 
 
-def merged(suggested: dict[str, str]) -> tuple[Rule, ...]:
+def merged(suggested: dict[str, str], keeps: dict[str, Rule] | None = None) -> tuple[Rule, ...]:
     """Rules that give each module its recipe: what most get comes last, and before it the others,
     by their name where all calls of one name agree ("*.cross_attention", which also holds where
     blocks are compiled alone), else together where those of neighbouring layers do."""
     if not suggested:
         return ()
     usual = collections.Counter(suggested.values()).most_common(1)[0][0]
+
+    def given(name: str, where: Rule) -> Rule:
+        rule = (keeps or {}).get(name) or Rule(name)
+        return dataclasses.replace(where, recipe=rule.recipe, keep=rule.keep)
+
     others = {module: recipe for module, recipe in suggested.items() if recipe != usual}
     leaves = (module.rpartition(".")[2] for module in others)
     names = dict.fromkeys(f"*.{leaf}" for leaf in leaves if leaf and not leaf.isdecimal())
-    shapes = [Rule(usual, module=name) for name in names]
+    shapes = [Rule(OFF, module=name) for name in names]
     shapes += [shape for name in ("*", *names) for shape in _layers(suggested, name)]
     rules = []
     for shape in shapes:
@@ -81,21 +91,21 @@ def merged(suggested: dict[str, str]) -> tuple[Rule, ...]:
         recipes = {suggested[module] for module in inside}
         least = 1 if shape.layer == (None, None) else 2  # a name holds in blocks compiled alone too
         if len(recipes) == 1 and sum(module in others for module in inside) >= least:
-            rules.append(dataclasses.replace(shape, recipe=recipes.pop()))
+            rules.append(given(recipes.pop(), shape))
             others = {module: r for module, r in others.items() if module not in inside}
-    rules += [Rule(recipe, module=module) for module, recipe in others.items()]
-    return (*rules, Rule(usual))
+    rules += [given(recipe, Rule(OFF, module=module)) for module, recipe in others.items()]
+    return (*rules, given(usual, Rule(OFF)))
 
 
 def _layers(suggested: dict[str, str], name: str) -> list[Rule]:
     """A rule for each run of layers whose calls of that name (a glob) agree."""
     layers = collections.defaultdict(set)
     for module, recipe in suggested.items():
-        if layer_of(module) is not None and Rule(recipe, module=name).fits_module(module):
+        if layer_of(module) is not None and Rule(OFF, module=name).fits_module(module):
             layers[layer_of(module)].add(recipe)
     rules = []
     for recipes, run in itertools.groupby(sorted(layers), key=layers.get):
         run = list(run)
         if len(recipes) == 1:
-            rules.append(Rule(*recipes, module=name, layer=(run[0], run[-1])))
+            rules.append(Rule(OFF, module=name, layer=(run[0], run[-1])))
     return rules

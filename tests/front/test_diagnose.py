@@ -211,6 +211,58 @@ def test_errors_and_suggestions_are_by_stage(tmp_path):
     assert found.heat_map() and found.details()
 
 
+class Tokens(nn.Module):
+    """Attention of tokens much like the one before (a), of random ones (b) and to others (c)."""
+
+    class Layer(nn.Module):
+        def forward(self, q, k):
+            return sdpa(q, k, k)
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (self.Layer() for _ in range(3))
+
+    def forward(self, x, noise):
+        return self.a(x, x), self.b(noise, noise), self.c(x, x[:, :, 1:])
+
+
+@torch.no_grad()
+def test_the_least_that_may_be_kept_is_suggested_by_module_and_stage(tmp_path):
+    keep = [
+        {"top_k": share, "similarity": 0, "layout": [8, 8, 8], "tail": True} for share in (0.1, 0.5)
+    ]
+    noise = torch.randn(1, 2, 512, 32)
+    model, x = Tokens(), noise.cumsum(2) / 4
+    path = tmp_path / "policy.json"
+    with diagnosing(model, recipes="sage1-rotated", keep=keep, tolerance=0.065, path=path) as found:
+        model(x, noise)
+        with sage_inductor.stage("late"):
+            model(noise, noise)
+    names = list(found.keeps)
+    errors = {(r.site.module, r.site.stage, r.recipe): r.relative_l1 for r in found.rows}
+    assert errors["a", None, names[1]] < errors["a", None, names[0]] < 0.065
+    assert errors["b", None, names[1]] > 0.065 > errors["b", None, "sage1-rotated"]
+    assert not [key for key in errors if key[0] == "c" and key[2] in names]  # no self-attention
+    dense = dict.fromkeys("abc", "sage1-rotated")
+    assert found.suggested == {**dense, "a": names[0]} and found.by_stage == {"late": dense}
+    assert names[0] in str(found) and names[0] in found.details() and found.heat_map()
+    policy = Policy.load(path)
+    assert policy == found.policy and policy.rules[0] == Rule(dense["a"], stage="late")
+    (rule,) = (rule for rule in policy.rules if rule.keep)
+    assert (rule.module, rule.recipe, rule.keep.top_k) == ("*.a", "sage1-rotated", 0.1)
+    selected = functools.partial(sage_inductor.attention, recipe=rule.recipe, keep=rule.keep)
+    with sage_inductor.config.patch(emulate=True):
+        measured = support.relative_l1(selected(x, x, x), sdpa(*[x.double()] * 3))
+    assert measured == pytest.approx(errors["a", None, names[0]], rel=1e-4)
+    found = diagnose(model, recipes="sage1-rotated", keep=keep)(x, x)
+    assert found.suggested == {**dense, "a": names[1], "b": names[1]}
+    assert [rule.keep and rule.keep.top_k for rule in found.policy.rules] == [None, 0.5]
+    with pytest.raises(ValueError, match="beside keep, recipe must be the name of one, got 'auto'"):
+        diagnose(model, keep=[0.3])
+    with pytest.raises(ValueError, match="diagnose: top_k must be a fraction"):
+        diagnose(model, recipes="sage1", keep=[3])
+
+
 def test_a_nan_is_worse_than_any_error():
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
     v[0, 1, 3, 5] = math.nan
@@ -683,7 +735,8 @@ def test_heads_and_batches_take_no_more_memory(monkeypatch):
         q, k, v = (torch.randn(B, H, 64, 32) for _ in range(3))
         mask = torch.ones(B, H, 64, 64, dtype=torch.bool).tril()
         with Largest() as mode:
-            measure.errors_of(q, k, v, mask, FULL, 1.0, ["sdpa", "sage1", "sage2-8b"])
+            decisions = {x: Decision(x, "") for x in ("sage1", "sage2-8b")}
+            measure.errors_of(q, k, v, mask, FULL, 1.0, {"sdpa": None, **decisions})
         largest.append(mode.elements)
     assert largest[0] == largest[1] == 64 * 64
 

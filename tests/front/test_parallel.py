@@ -19,6 +19,7 @@ from pairs import pairs
 from ranks import Ranks, serve
 from support import arguments, block_lists, op_by_op, qkv, relative_l1, sdpa, swept, with_gaps
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import flex_cp_allgather
@@ -27,7 +28,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import assert_close
 
 import sage_inductor
-from sage_inductor import SageOptionError, gather_attention
+from sage_inductor import SageOptionError, config, gather_attention
 from sage_inductor.choose import timing
 from sage_inductor.ops import notes
 from sage_inductor.ops.distributed import exchange, gather, peers, sharding, transport
@@ -378,6 +379,9 @@ def reported(group, q, k, v) -> list[dict]:
     return sage_inductor.report().to_dicts()
 
 
+OF_ALL_KEYS = "asked for, of all keys; how they travel between ranks is chosen when it runs"
+
+
 def test_the_report_has_calls_that_gather(ranks):
     q, k, v = inputs((64,), dtype=torch.float16)
     (calls,) = ranks(reported, (q, k, v))
@@ -388,7 +392,61 @@ def test_the_report_has_calls_that_gather(ranks):
         assert call["spelling"] == "sage_inductor.gather_attention"
         assert (call["q"], call["k"]) == ([2, 4, 64, 64], [2, 2, 64, 64])
         assert (call["dtype"], call["device"]) == ("float16", "cpu")
-        assert call["reason"] == "asked for; how keys travel between ranks is chosen when it runs"
+        assert call["reason"] == OF_ALL_KEYS
+
+
+KEEPS = {
+    "a tail": {"top_k": 0.3, "similarity": 0, "tail": True},
+    "cubes": {"top_k": 0.3, "similarity": 0, "layout": [4, 9, 12], "dense_last": 8},
+    "cubes, segments": {"rule": "vsa", "sparsity": 0.7, "segments": [128], "layout": [4, 8, 12]},
+    "sla": {"rule": "sla", "sparsity": 0.7, "dense": [[0, 70]]},
+    "sol": {"rule": "sol", "tau": 1.3},
+    "error": {"rule": "error", "top_k": 0.2, "tail": True, "tail_block": 32},
+}
+
+
+def for_heads(group, x):
+    """[B, H, N / P, D] -> all rows of H / P heads, as Ulysses exchanges them."""
+    parts = torch.stack(x.chunk(group.size(), 1))
+    return torch.cat([*all_to_all_single(parts, None, None, group)], 2)
+
+
+@torch.no_grad()
+def selected(group, q, k, v, keep) -> tuple:
+    """By heads: the output and the report's row. The rows, where keys are gathered."""
+
+    def by_heads(q, k, v):
+        return F.scaled_dot_product_attention(*(for_heads(group, x) for x in (q, k, v)), **gqa)
+
+    def by_keys(q, k, v):
+        k, v = (all_gather_tensor(x, 2, group) for x in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, **gqa)
+        return out, gather_attention(q, k, v, group)
+
+    gqa, found = {"enable_gqa": True}, []
+    given = {"sage.emulate": True, "sage.policy": [{"recipe": RECIPE, "keep": keep}]}
+    for function in by_heads, by_keys:
+        torch._dynamo.reset()
+        with op_by_op():
+            out = torch.compile(function, backend="sage", options=given, fullgraph=True)(q, k, v)
+        found += [out] if function is by_heads else []
+        found += [site.reason for site in sage_inductor.report()]
+    return *found, group.rank()
+
+
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+def test_ranks_select_the_blocks_that_one_device_does(ranks, keep):
+    """Between Ulysses' exchanges. Where a rank has its own queries alone, a reason says so."""
+    q, k, v = inputs((440 if "dense_last" in keep else 512,))
+    policy = [{"recipe": RECIPE, "keep": keep}]
+    with torch.no_grad(), config.patch(emulate=True, policy=policy):
+        expected = sage_inductor.attention(q, k, v, enable_gqa=True)
+    n = q.shape[2] // 2
+    for out, *reasons, rank in ranks(selected, *sharded((n, n), q, k, v), keep=keep):
+        assert torch.equal(out, expected.chunk(2, 1)[rank])
+        assert reasons[0].startswith("emulated; keep {")
+        assert f"for self-attention, got {n} queries and {2 * n} keys" in reasons[1]
+        assert reasons[2] == OF_ALL_KEYS
 
 
 @torch.no_grad()
@@ -662,6 +720,18 @@ def test_block_lists_are_sharded_by_what_they_tell_apart(ranks, of_q, placed, B,
     tensors = dict(q=q, k=k, v=v, **{name: x for name, x in lists.items() if x is not None})
     placements, given = dict.fromkeys("qkv", Shard(of_q)), {**sizes, "recipe": RECIPE}
     placed = None if placed is None else (Shard(placed),)
+    check_on_dtensors(ranks, "sdpa", placements, tensors, given, placed)
+
+
+@pytest.mark.parametrize("H_kv, tail", [(1, None), (1, 64), (2, 32)])
+def test_lists_of_grouped_heads_are_sharded(ranks, H_kv, tail):
+    """Which keys of one head of k count, the lists of all heads say, unless there is a tail."""
+    q, k, v = inputs((254,), H_kv=H_kv)
+    lists = block_lists(2, 4, 254, 254, 64, 64, 0.1, False, unread=3)
+    tensors = dict(q=q, k=k, v=v, kv_num_blocks=lists.kv_num_blocks, kv_indices=lists.kv_indices)
+    given = {"block_q": 64, "block_kv": 64, "tail_block": tail, "recipe": RECIPE}
+    placements = {"q": Shard(1), **dict.fromkeys("kv", ALL if H_kv == 1 else Shard(1))}
+    placed = None if H_kv == 1 and tail is None else (Shard(1),)
     check_on_dtensors(ranks, "sdpa", placements, tensors, given, placed)
 
 

@@ -10,6 +10,7 @@ import pytest
 import support
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import sage_inductor
@@ -432,6 +433,129 @@ def test_the_projection_of_16_bits_is_in_the_models_precision():
         out = functional.sparse_linear_attention(q, k, v, proj, SLA, recipe=RECIPE)
         expected = by_selected(q, k, v, SLA)[0].double() + of_sla(q, k, v, proj)
     assert out.dtype == torch.bfloat16 and support.relative_l1(out, expected) < 1e-2
+
+
+# -- whichever way it is run --
+
+
+def plainly(q, k, v, keep):
+    """Attention by the lists that such a rule selects, and by its tail, in float64."""
+    _, lists = by_selected(q, k, v, keep)
+    perm, (block_q, block), N = order_of(q, keep), lists.size, q.shape[2]
+    places = torch.arange(N) if perm is None else perm.argsort()
+    k, v = (
+        x.double().repeat_interleave(q.shape[1] // x.shape[1], 1)[:, :, places.argsort()]
+        for x in (k, v)
+    )
+    M = lists.kv_indices.shape[3]
+    named = torch.arange(M) < lists.kv_num_blocks[..., None]
+    named = torch.zeros_like(named).scatter(3, lists.kv_indices.long(), named)
+    named = named[:, :, places // block_q]  # [B, H, N, M]
+    keys, values, added, seen = k, v, torch.zeros(N), named.repeat_interleave(block, 3)[..., :N]
+    if (tail := lists.tail_block) is not None:
+        (k_means, v_means) = (torch.stack([y.mean(2) for y in x.split(tail, 2)], 2) for x in (k, v))
+        keys, values = torch.cat([k, k_means], 2), torch.cat([v, v_means], 2)
+        counts = [len(x) for x in torch.arange(N).split(tail)]
+        added = torch.cat([added, torch.tensor(counts).log()])
+        others = ~named.repeat_interleave(block // tail, 3)[..., : len(counts)]
+        seen = torch.cat([seen, others], 3)
+    scores = q.double() @ keys.mT * q.shape[3] ** -0.5 + added
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+
+
+EACH_WAY = {name: TRAINED[name] for name in ("sla", "vsa, compete", "sol", "error, a tail")}
+EACH_WAY |= {
+    "vsa": {"rule": "vsa", "sparsity": 0.7},
+    "tail": TAIL,
+    "cubes, a tail": {**CUBES, "tail": True},
+}
+
+
+def of_heads(x):
+    """q of 4 heads, k and v of 2, of x [B, 8, N, D]."""
+    return x.split([4, 2, 2], 1)
+
+
+def attends(x):
+    return sdpa(*of_heads(x), enable_gqa=True)
+
+
+def by_stages(x):
+    """One trace for all stages."""
+    policy = [{"stage": name, "recipe": RECIPE, "keep": keep} for name, keep in EACH_WAY.items()]
+    given = {"sage.policy": policy, "sage.emulate": True}
+    with support.op_by_op():
+        compiled = torch.compile(attends, backend="sage", options=given, fullgraph=True)
+        for name in EACH_WAY:
+            with sage_inductor.stage(name):
+                yield name, x, compiled(x)
+
+
+def each_of(names):
+    """A function of one call for each of these."""
+    return lambda x: [
+        sage_inductor.attention(*of_heads(x), enable_gqa=True, recipe=RECIPE, keep=EACH_WAY[name])
+        for name in names
+    ]
+
+
+def at_lengths(run, names, lengths):
+    for N in lengths:
+        x = tokens(N, 1, 8).bfloat16()
+        torch._dynamo.mark_dynamic(x, 2)
+        yield from ((name, x, out) for name, out in zip(names, run(x), strict=True))
+
+
+def by_one_graph(x):
+    """Through AOTAutograd, where what selects blocks opens."""
+    names = ["error, a tail"]
+    counters.clear()
+    with config.patch(emulate=True), support.op_by_op(split=True):
+        run = torch.compile(each_of(names), backend="sage", fullgraph=True)
+        yield from at_lengths(run, names, (300, 700, 129))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def of_any_length(names):
+    """A program for all lengths of more than one block: torch takes no guard on their number."""
+    module = torch.nn.Module()
+    module.forward = each_of(names)
+    shapes = ({2: torch.export.Dim("N", min=129, max=4000)},)
+    with config.patch(emulate=True):
+        return torch.export.export(module, (tokens(300, 1, 8).bfloat16(),), dynamic_shapes=shapes)
+
+
+def exported_once(x):
+    names = ["sla", "vsa, compete", "tail"]
+    yield from at_lengths(of_any_length(names).module(), names, (513,))
+
+
+def under_autocast(x):
+    """A rule that rounds to q's dtype rounds to autocast's."""
+    x = tokens(1500, 1, 8) + 4
+    run = torch.compile(attends, backend="sage", options=options(EACH_WAY["vsa"]))
+    with support.op_by_op(), torch.autocast("cpu", torch.bfloat16):
+        yield "vsa", x.bfloat16(), run(x)
+
+
+@pytest.mark.parametrize("way", [by_stages, by_one_graph, exported_once, under_autocast])
+@torch.no_grad()
+def test_whichever_way_it_is_run_it_is_attention_by_the_lists_that_are_selected(way):
+    for name, x, out in way(tokens(508, 1, 8).bfloat16()):
+        inputs = *of_heads(x), EACH_WAY[name]
+        assert torch.equal(out, by_selected(*inputs)[0]), name
+        assert support.relative_l1(out, plainly(*inputs)) < 0.03, name
+
+
+@pytest.mark.sweep
+@torch.no_grad()
+def test_a_package_holds_for_other_lengths_than_its_examples(generated, tmp_path):
+    """It checks no guard: each block of 300 keys has two means, the last one of 513 has one."""
+    names, path = ["error, a tail"], str(tmp_path / "model.pt2")
+    with config.patch(emulate=True):
+        torch._inductor.aoti_compile_and_package(of_any_length(names), package_path=path)
+    for name, x, out in at_lengths(torch._inductor.aoti_load_package(path), names, (513, 129)):
+        assert support.relative_l1(out, by_selected(*of_heads(x), EACH_WAY[name])[0]) < 1e-2
 
 
 # -- calls that it is not for --
