@@ -43,6 +43,7 @@ from bench import (
     preparation,
     ring,
     sparse,
+    sparse_peers,
     training,
 )  # fmt: skip
 from bench.tables import again, groups, markdown, provenance, where_and_when, wrapped
@@ -58,7 +59,7 @@ PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
     "sparse", "sparse-trained", "linear", "lists", "selected", "whole", "beside", "decode",
-    "decoding", "comfyui", "perplexity",
+    "decoding", "comfyui", "perplexity", "layout", "tail", "sparse-peers", "sparse-whole",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -367,6 +368,7 @@ TABLES = {
     "host": of("parallel-host", parallel.table),
     "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),
     "linear": of("linear", linear.table),
+    "layout": of("layout", lists.table_of_layout),
     "links": lambda gpus: parallel.links_table(),
     "lists": of("lists", lists.table),
     "memory": of("memory", training.memory_table),
@@ -381,8 +383,11 @@ TABLES = {
     "short": accuracy_in_short,
     "sockets": of("parallel-sockets", parallel.table),
     "sparse": sections(("sparse",), trained_section),
+    "sparse_peers": of("sparse-peers", sparse_peers.in_short),
     "sparse_trained": of("sparse-trained", sparse.trained_table),
+    "sparse_whole": of("sparse-whole", sparse_peers.of_whole),
     "speed": sections(SPEED, speed_section),
+    "tail": of("tail", lists.table_of_tails),
     "training": of("training", accuracy.training_table),
     "training_lengths": lambda _: lengths_of(cost.TRAINED),
     "training_mask": of("training-mask", accuracy.training_table),

@@ -117,6 +117,40 @@ def table(rows: list[dict]) -> str:
     return "".join([markdown(lines), *failed])
 
 
+IN_SHORT = "cuDNN kernel", "cuDNN op", "fastvideo TK", "fastvideo Triton", "flex", "FLASH", "sol_attn"
+
+
+def in_short(rows: list[dict]) -> str:
+    """A line a row: our times, others' over ours, and errors by the lists."""
+    lines = [["N", "blocks", "listed", "kernel, ms", "call, ms", *IN_SHORT, "error", "cuDNN's"]]
+    for row in rows:
+        times = row["times"]
+        ms = {name: its["ms"] for name, its in times.items()}
+        op = "selected" if "selected" in ms else "op"
+        of_kernel = [ms["kernel"]] if "kernel" in ms else []
+        over = (ms[x] / ms["kernel" if "kernel" in x else op] if x in ms else None for x in IN_SHORT)
+        errors = (times.get(name, {}).get("of_lists") for name in (op, "cuDNN op"))
+        lines.append([
+            str(row["N"]), "{} x {}".format(*row["size"]) if row["size"] else "128 x 64, with a tail",
+            f"{row['listed']:.0%}", *(f"{x:.3f}" for x in of_kernel or [ms["tail"]]), f"{ms[op]:.3f}",
+            *(f"{x:.2f}" if x else "" for x in over), *(f"{x:.2%}" if x else "" for x in errors),
+        ])  # fmt: skip
+    return markdown(lines)
+
+
+def of_whole(rows: list[dict]) -> str:
+    lines = [["N", "listed", "SDPA, ms", "call", "x", "selection", "preparation", "kernel", "error"]]
+    for row in rows:
+        ms = {name: its["ms"] for name, its in row["times"].items()}
+        parts = (ms[name] for name in ("selection", "preparation", "tail, kernel"))
+        lines.append([
+            str(row["N"]), f"{row['listed']:.0%}", f"{ms['SDPA']:.1f}", f"{ms['selected']:.2f}",
+            f"{ms['SDPA'] / ms['selected']:.2f}", *(f"{x:.2f}" for x in parts),
+            f"{row['times']['selected']['of_lists']:.2%}",
+        ])  # fmt: skip
+    return markdown(lines)
+
+
 # -- inputs and lists ----
 
 
