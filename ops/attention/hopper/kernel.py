@@ -23,7 +23,7 @@ Flags, and what each needs:
     LEFT, RIGHT, BOTTOM_RIGHT    the band; -1, -1, False: none
     CAUSAL     RIGHT is 0        SDPA's is_causal, unless BOUNDED
     BOUNDED    LISTED, or a band other than is_causal's: blocks have codes (tile_lists.py)
-    LISTED     a tile reads blocks of so many keys, those of its list    anything but SPLIT
+    LISTED     a tile reads the blocks of its list, of this many keys    anything but SPLIT
     MASK       scores are hidden by bits              LISTED, FP8
     SPLIT      some tiles are split                   no band, not LISTED, 2 or 3 warpgroups
     FP8        p and v are in FP8, else in 16 bits    without it BLOCK_DV <= 128
@@ -321,7 +321,7 @@ def _fetch_next(n, end, i, head_kv, tile, ctx):
 
 @gluon.jit
 def _place(smem, stage, nth: gl.constexpr, ctx):
-    """Of the nth of READS blocks in a stage of k or v."""
+    """Where the nth of READS blocks is in a stage of k or v."""
     return smem.index(stage * ctx.READS + nth)
 
 
@@ -496,8 +496,8 @@ def _softmax(x, c, highest, m, l, PART: gl.constexpr, FP8: gl.constexpr):
 @gluon.jit
 def _add_pv(p, v, nth: gl.constexpr, o, alpha, ctx):
     """o * alpha + p v in FP8, in two levels: the tensor cores add up in 13 mantissa bits, so each
-    product starts from zero. In 16 bits o + p v: o is scaled before the warpgroup's turn. p: a
-    product for each of them. Of v the nth CHUNK of channels."""
+    product starts from zero. In 16 bits o + p v: o is scaled before the warpgroup's turn. p, v:
+    each of READS blocks, which are products of their own; v's nth CHUNK of channels."""
     sum = o
     for i in gl.static_range(ctx.READS):
         part = v[i].slice(nth * ctx.CHUNK, ctx.CHUNK, dim=1)
@@ -613,7 +613,7 @@ def _least(codes, ctx):
 
 @gluon.jit
 def _entries(j, tile, ctx):
-    """Of the list, those of the j-th step."""
+    """The list's entries of the j-th step."""
     first = _entry(j * ctx.READS, tile, ctx)
     return (first, _entry(j * ctx.READS + 1, tile, ctx)) if ctx.READS > 1 else (first,)
 
