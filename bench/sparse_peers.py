@@ -117,35 +117,38 @@ def table(rows: list[dict]) -> str:
     return "".join([markdown(lines), *failed])
 
 
-IN_SHORT = "cuDNN kernel", "cuDNN op", "fastvideo TK", "fastvideo Triton", "flex", "FLASH", "sol_attn"
+OF_KERNELS = ("cuDNN kernel",)
+OF_CALLS = "cuDNN op", "fastvideo TK", "fastvideo Triton", "flex", "FLASH", "sol_attn"
 
 
 def in_short(rows: list[dict]) -> str:
     """A line a row: our times, others' over ours, and errors by the lists."""
-    lines = [["N", "blocks", "listed", "kernel, ms", "call, ms", *IN_SHORT, "error", "cuDNN's"]]
+    names = [*OF_KERNELS, *OF_CALLS]
+    lines = [["N", "blocks", "listed", "kernel, ms", "call, ms", *names, "error", "cuDNN's"]]
     for row in rows:
-        times = row["times"]
-        ms = {name: its["ms"] for name, its in times.items()}
-        op = "selected" if "selected" in ms else "op"
-        of_kernel = [ms["kernel"]] if "kernel" in ms else []
-        over = (ms[x] / ms["kernel" if "kernel" in x else op] if x in ms else None for x in IN_SHORT)
-        errors = (times.get(name, {}).get("of_lists") for name in (op, "cuDNN op"))
+        its, size = row["times"], row["size"] or (128, 64)
+        ours = ("kernel", "op") if row["size"] else ("tail", "selected")
+        kernel, call = (its[name]["ms"] for name in ours)
+        over = {name: kernel for name in OF_KERNELS} | {name: call for name in OF_CALLS}
+        ratios = (f"{its[x]['ms'] / ms:.2f}" if x in its else "" for x, ms in over.items())
+        errors = (its.get(name, {}).get("of_lists") for name in (ours[1], "cuDNN op"))
         lines.append([
-            str(row["N"]), "{} x {}".format(*row["size"]) if row["size"] else "128 x 64, with a tail",
-            f"{row['listed']:.0%}", *(f"{x:.3f}" for x in of_kernel or [ms["tail"]]), f"{ms[op]:.3f}",
-            *(f"{x:.2f}" if x else "" for x in over), *(f"{x:.2%}" if x else "" for x in errors),
+            str(row["N"]), "{} x {}".format(*size) + ", a tail" * (not row["size"]),
+            f"{row['listed']:.0%}", f"{kernel:.3f}", f"{call:.3f}", *ratios,
+            *(f"{x:.2%}" if x else "" for x in errors),
         ])  # fmt: skip
     return markdown(lines)
 
 
 def of_whole(rows: list[dict]) -> str:
-    lines = [["N", "listed", "SDPA, ms", "call", "x", "selection", "preparation", "kernel", "error"]]
+    """A line a row: --whole's, x cuDNN's time over the call's."""
+    parts = "selection", "preparation", "tail, kernel"
+    lines = [["N", "listed", "SDPA, ms", "call", "x", *parts, "error"]]
     for row in rows:
         ms = {name: its["ms"] for name, its in row["times"].items()}
-        parts = (ms[name] for name in ("selection", "preparation", "tail, kernel"))
         lines.append([
             str(row["N"]), f"{row['listed']:.0%}", f"{ms['SDPA']:.1f}", f"{ms['selected']:.2f}",
-            f"{ms['SDPA'] / ms['selected']:.2f}", *(f"{x:.2f}" for x in parts),
+            f"{ms['SDPA'] / ms['selected']:.2f}", *(f"{ms[name]:.2f}" for name in parts),
             f"{row['times']['selected']['of_lists']:.2%}",
         ])  # fmt: skip
     return markdown(lines)
