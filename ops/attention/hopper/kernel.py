@@ -9,8 +9,8 @@ num_programs-th tile. Tiles that do not go round are split between the programs.
 * q is quantized here, with one scale a row: a thread of a wgmma accumulator holds whole rows. k has
   one scale per 64 rows. For causal training (OWN) k is quantized a second time, with one scale a
   row. That costs a multiplication per score, so only blocks at the diagonal use it (_first_own).
-* A step of the loop is a block of BLOCK_N keys or, by lists of smaller ones, READS blocks of READ_N:
-  two of 64, side by side in a place of the ring.
+* A step of the loop is a block of BLOCK_N keys. By lists of smaller blocks it is READS blocks of
+  READ_N: two of 64, side by side in a place of the ring.
 * q of the next tile is loaded before o of this one is stored.
 * Scores are scaled in the exponential, by an fma. So in FP8 the scores of a row with a large
   maximum are made smaller before, by its `flatness` (../large_scores.py): 8 instructions of a
