@@ -656,7 +656,8 @@ def decoders_table(rows: list[dict]) -> str:
         for row in rows
         if (x := row.get("steps"))
     )
-    return "\n".join([markdown(lines), *said])
+    filled = [x for x in zip(*lines, strict=True) if any(x[1:]) or not lines[1:]]
+    return "\n".join([markdown([*map(list, zip(*filled, strict=True))]), *said])
 
 
 if __name__ == "__main__":
