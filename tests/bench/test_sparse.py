@@ -146,7 +146,7 @@ def test_slas_rule_keeps_the_highest_products_of_means(share, count):
 def test_more_keys_are_the_groups_of_the_highest_scores_that_are_not_seen(group):
     q, k, _ = smooth(N := 512)
     seen = sparse.keys_of(torch.rand(1, 2, 4, 8) < 0.5, N)
-    found = sparse.with_more(q, k, seen, group)
+    found = sparse.with_more(q, k, seen, group, sparse.MORE)
     assert (found & seen).sum() == seen.sum() and ((found & ~seen).sum(3) == 64).all()
     for h, m in itertools.product(range(2), range(4)):
         centroid, scores = q[0, h, 128 * m : 128 * m + 128].mean(0), {True: [], False: []}
