@@ -60,6 +60,7 @@ PLANS = (
     "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
     "sparse", "sparse-trained", "linear", "lists", "selected", "whole", "beside", "decode",
     "decoding", "comfyui", "perplexity", "layout", "tail", "sparse-peers", "sparse-whole",
+    "corrections",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -361,6 +362,7 @@ TABLES = {
     "backward": of("backward", training.table),
     "beside": of("beside", models.beside_table),
     "blocks": blocks_in_short,
+    "corrections": of("corrections", sparse.corrections_table),
     "curves": sections(curves.TITLES, trained_section),
     "comfyui": of("comfyui", comfyui.table),
     "decode": of("decode", decode.table),

@@ -3,6 +3,7 @@ and by what stands for the keys that are left out.
 
 $ python bench/sparse.py                       # on one busy CPU core an hour
 $ python bench/sparse.py --json --budget 195   # and bench/results/GPU/DATE-sparse.json
+$ python bench/sparse.py --corrections --json  # a quarter of an hour: DATE-corrections.json
 
 The model is bench/video.py's. A block of 128 queries (a tile) computes the blocks of 64 keys that
 ``sage::select_blocks`` names, without a threshold of self-similarity: the diagonal, and by pooled
@@ -22,6 +23,10 @@ The second table is of that model trained further by another rule for the blocks
 (arXiv:2509.24006) without its linear branch, in raster order: what it loses if another rule than
 its own serves it.
 
+--corrections: snr of CORRECTIONS in cubes, mean of LEVELS and of layers but the first, beside that
+of a row tail of 64 with the blocks that the same time buys, as `cost_ms` estimates it; then of the
+model trained further on videos four times as long.
+
 Shapes: B batch, H heads, N tokens, D head_dim, M_q tiles, M_kv blocks of keys, M_t of the tail.
 """
 
@@ -33,13 +38,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import harness, video
 from bench.capture import attending, capture
-from bench.tables import groups, markdown
+from bench.tables import groups, markdown, show
 from bench.trained import EULER, Size, train
 from bench.video import Subject
 from sage_inductor.ops.recipe import NAMED
@@ -104,11 +110,11 @@ def keys_of(kept: Tensor, N: int) -> Tensor:
     return kept.repeat_interleave(BLOCK_SIZE[1], 3)[..., :N]
 
 
-def with_more(q: Tensor, k: Tensor, seen: Tensor, group: int) -> Tensor:
-    """And MORE keys that a tile does not see yet, in groups of neighbours, by the product of the
+def with_more(q: Tensor, k: Tensor, seen: Tensor, group: int, more: int) -> Tensor:
+    """And so many keys that a tile does not see yet, in groups of neighbours, by the product of the
     tile's mean and the group's."""
     scores, hidden = means(q, BLOCK_SIZE[0]) @ means(k, group).mT, seen[..., ::group]
-    best = scores.masked_fill(hidden, -math.inf).topk(MORE // group).indices
+    best = scores.masked_fill(hidden, -math.inf).topk(more // group).indices
     found = torch.zeros_like(hidden).scatter_(3, best, True)
     return seen | found.repeat_interleave(group, 3)[..., : k.shape[2]]
 
@@ -176,11 +182,12 @@ def served(q: Tensor, k: Tensor, v: Tensor, kept: Tensor) -> Tensor:
 
 
 class Way(NamedTuple):
-    """tail and block: `attend`'s. group: `with_more`'s, 0: no key more. similarity: `pooled`'s."""
+    """tail and block: `attend`'s. group and more: `with_more`'s. similarity: `pooled`'s."""
 
     tail: str = "drop"
     block: int = 64
-    group: int = 0
+    group: int = 1
+    more: int = 0
     similarity: float = 0.0
 
 
@@ -193,11 +200,16 @@ WAYS = {
 CURVES = {  # in cubes alone
     "variance": Way("variance"),
     "scout": Way("scout"),
-    "row tail, a block more": Way("row", group=64),
-    "row tail, 4 groups of 16 more": Way("row", group=16),
-    "row tail, 64 tokens more": Way("row", group=1),
+    "row tail, a block more": Way("row", group=64, more=MORE),
+    "row tail, 4 groups of 16 more": Way("row", group=16, more=MORE),
+    "row tail, 64 tokens more": Way("row", more=MORE),
 }
 OURS = {"drop, similarity 0.1": Way(similarity=0.1)}  # what `keep` does, in raster order
+CORRECTIONS = {
+    **{name: (WAYS | CURVES)[name] for name in ("drop", "row tail of 32", "variance", "scout")},
+    "row tail of 16": Way("row", 16),
+    **{f"row tail, {n} single keys": Way("row", more=n) for n in (4, 16, 64, 256)},
+}
 ORDERS = "raster", "cubes"
 
 
@@ -223,7 +235,7 @@ class Sparse:
 
     def __init__(self, case: Case, subject: Subject):
         self.case, self.calls = case, subject.calls
-        self.way = (WAYS | CURVES | OURS)[case.way]
+        self.way = (WAYS | CURVES | OURS | CORRECTIONS)[case.way]
         self.order = None
         if case.order == "cubes":
             self.order = video.cubes(subject.model.shape).to(subject.model.angles.device)
@@ -239,8 +251,8 @@ class Sparse:
         if self.order is not None:
             q, k, v = (x[:, :, self.order] for x in (q, k, v))
         seen = keys_of(pooled(q, k, self.case.asked, self.way.similarity), k.shape[2])
-        if self.way.group:
-            seen = with_more(q, k, seen, self.way.group)
+        if self.way.more:
+            seen = with_more(q, k, seen, self.way.group, self.way.more)
         self.densities.append(seen.float().mean())
         o = attend(q, k, v, seen, self.way.tail, self.way.block)
         return o if self.order is None else o[:, :, self.order.argsort()]
@@ -321,6 +333,84 @@ def further(subject: Subject, attention: Callable, size: Size) -> nn.Module:
     with attending(attention):
         train("video by sla", model, lambda: subject.loss(model), size, model.angles.device)
     return model.float()
+
+
+# -- corrections at equal time ----
+
+DENSE_MS = 80.0  # of (1, 24, TOKENS, 128) on an H200, 2026-11-29; also what follows
+TOKENS = 75_600
+LISTS_MS = (0.1, 0.3, 0.5, 1.0), (9.14, 26.03, 42.30, DENSE_MS)  # by density
+TAIL_MS = {64: 1.75, 32: 4.0, 16: 8.0}  # 1.6 to 1.85; 3.3 to 4.7; not measured: twice 32's
+GRID = 2, 3, 4, 5, 6, 8, 10, 12, 14  # sixteenths of the blocks
+TRAINING = 400, 220  # seconds, of the model and of the one of videos four times as long
+
+
+def cost_ms(way: Way, density: float, share: float = 0.0) -> float:
+    """Estimated, in the correction's favour. density: of blocks. share: of keys, single ones'.
+
+    lists: LISTS_MS at density + 2 share: a key that is gathered takes the time of two
+    selection: 0.7
+    a tail: TAIL_MS. variance: a half more, since its product of q^2 has no p v
+    scout, single keys: each tile's mean by all keys in INT8, without p v: DENSE_MS / (2 * 128)
+    single keys: those scores in 16 bits, written and read once, 4 TB/s: 4 * 24 M_q N B"""
+    ms = float(numpy.interp(density + 2 * share, *LISTS_MS)) + 0.7
+    if way.tail != "drop":
+        ms += TAIL_MS[way.block] * (1.5 if way.tail == "variance" else 1)
+    if way.tail == "scout" or way.more:
+        ms += DENSE_MS / (2 * BLOCK_SIZE[0])
+    return ms + bool(way.more) * 4 * 24 * -(-TOKENS // BLOCK_SIZE[0]) * TOKENS / 4e9
+
+
+def measure_corrections(subject: Subject) -> Iterator[dict]:
+    """of: the keys of which single ones, at most 1/16 here, are timed as a part: N or TOKENS. time:
+    in DENSE_MS. equal: snr of the row tail of 64 at that time."""
+    N = math.prod(subject.model.shape)
+    calls = [call for level in LEVELS for call in capture(subject.model, subject.inputs(level))[1:]]
+
+    def found(name: str, asked: float, of: int = N) -> tuple[float, float]:
+        attention = Sparse(Case("cubes", name, asked), subject)
+        decibels = statistics.mean(snr(attention, call) for call in calls)
+        way = attention.way
+        density = torch.stack(attention.densities).mean().item() - way.more / N
+        return cost_ms(way, density, way.more / of) / DENSE_MS, decibels
+
+    curve = [*zip(*(found(ROW[1], sixteenths / 16) for sixteenths in GRID), strict=True)]
+    for name, way in CORRECTIONS.items():
+        for of in (N, TOKENS) if way.more == MORE else (N,):
+            for asked in DENSITIES if way.more <= N / 16 else ():
+                time, decibels = found(name, asked, of)
+                row = {"plan": "corrections", "N": N, "way": name, "of": of, "asked": asked}
+                row |= {"time": time, "snr": decibels, "equal": float(numpy.interp(time, *curve))}
+                yield row
+
+
+def corrections_table(rows: list[dict]) -> str:
+    text = "Estimated time in parts of the dense call's: dB, row tail of 64 at that time, gain.\n"
+    for N, its in groups(rows, "N").items():
+        lines = {}
+        for row in its:
+            name = row["way"] + f", timed as of {TOKENS:,}" * (row["of"] != N)
+            gain = row["snr"] - row["equal"]
+            cell = f"{row['time']:.2f}: {row['snr']:.1f}, {row['equal']:.1f}, {gain:+.1f}"
+            lines.setdefault(name, [name]).append(cell)
+        head = [f"{N:,} tokens, in cubes", *map(str, DENSITIES)]
+        text += "\n" + markdown([head, *lines.values()])
+    return text
+
+
+def main_corrections(args, size: Size) -> int:
+    size = dataclasses.replace(size, seconds=TRAINING[0])
+    subjects = [video.trained_video(size, args.device, None)]
+    more = {"N": 4 * size.N, "batch": max(1, size.batch // 4), "steps": max(1, size.steps // 4)}
+    size = dataclasses.replace(size, **more, evaluated=1, seconds=TRAINING[1])
+    subjects.append(video.trained_video(size, args.device, None, subjects[0].model))
+    models = "; ".join(f"{' x '.join(map(str, x.model.shape))}: {x.note}" for x in subjects)
+    method = f"4 videos, 1 of the longer; attention in fp32; at noise levels {LEVELS}; {models}"
+    result = harness.Result("corrections", method, args)
+    for subject in subjects:
+        result.add([*measure_corrections(subject)])
+    show(corrections_table(result["rows"]))
+    return result.end()
 
 
 # -- tables ----
@@ -427,9 +517,12 @@ def main(argv=None) -> int:
     parser.add_argument(
         "--budget", type=float, default=math.inf, help="no new case after so many s"
     )
+    parser.add_argument("--corrections", action="store_true", help="nothing else")
     args = parser.parse_args(argv)
     device = harness.current(args)
     size = SIZES[device.type]
+    if args.corrections:
+        return main_corrections(args, size)
     eyes = None
     if size.evaluated >= ENOUGH:
         eyes = video.trained_eyes(dataclasses.replace(EYES, N=size.N), device)

@@ -179,10 +179,15 @@ def trained_eyes(size: Size, device: torch.device) -> Eyes:
     return model.float()
 
 
-def trained_video(size: Size, device: torch.device, eyes: Eyes | None) -> Subject:
+def trained_video(
+    size: Size, device: torch.device, eyes: Eyes | None, start: nn.Module | None = None
+) -> Subject:
+    """start: a model, maybe of another N, whose parameters the training begins with."""
     torch.manual_seed(0)
     generator, T = torch.Generator(device).manual_seed(0), frames_of(size)
     model = VideoDiT(size).to(device)
+    if start is not None:
+        model.load_state_dict(start.state_dict())
 
     def loss_of(model):
         drawn, labels = videos(size.batch, T, generator)

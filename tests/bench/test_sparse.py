@@ -146,7 +146,7 @@ def test_slas_rule_keeps_the_highest_products_of_means(share, count):
 def test_more_keys_are_the_groups_of_the_highest_scores_that_are_not_seen(group):
     q, k, _ = smooth(N := 512)
     seen = sparse.keys_of(torch.rand(1, 2, 4, 8) < 0.5, N)
-    found = sparse.with_more(q, k, seen, group)
+    found = sparse.with_more(q, k, seen, group, sparse.MORE)
     assert (found & seen).sum() == seen.sum() and ((found & ~seen).sum(3) == 64).all()
     for h, m in itertools.product(range(2), range(4)):
         centroid, scores = q[0, h, 128 * m : 128 * m + 128].mean(0), {True: [], False: []}
@@ -211,10 +211,10 @@ def test_videos_move_as_their_class_says():
     assert moved[0] < 0.5 * moved[1]
 
 
-def untrained():
+def untrained(size=TINY):
     torch.manual_seed(0)
-    model = video.VideoDiT(TINY).eval().requires_grad_(False)
-    x, labels = torch.randn(2, 2, 64, 64), torch.tensor([0, 5])
+    model = video.VideoDiT(size).eval().requires_grad_(False)
+    x, labels = torch.randn(2, video.frames_of(size), 64, 64), torch.tensor([0, 5])
 
     def run(model):
         found = x
@@ -332,6 +332,71 @@ def test_the_whole_run_on_a_model_of_nothing(enough, tmp_path, monkeypatch):
                    for row in found[plan]["rows"])  # fmt: skip
     tables = [pages.TABLES[name]({"cpu": found}) for name in ("sparse", "sparse_trained")]
     assert "| cubes, drop |" in tables[0] and "| its rule |" in tables[1]
+
+
+# -- corrections ----
+
+
+@pytest.mark.parametrize(
+    "way, share, more",
+    [
+        ("drop", 0, 0),
+        ("row tail of 32", 0, 4.0),
+        ("variance", 0, 1.5 * 1.75),
+        ("scout", 0, 1.75 + 80 / 256),
+        # Two thousandths of the keys cost their lists; 591 tiles' 16-bit scores go out and back.
+        ("row tail, 64 single keys", 1e-3, 1.75 + 80 / 256 + 0.16270 + 1.07231),
+    ],
+)
+def test_what_a_correction_costs(way, share, more):
+    found = sparse.cost_ms(sparse.CORRECTIONS[way], 0.3, share)
+    assert found == pytest.approx(26.03 + 0.7 + more, abs=1e-4)
+
+
+def test_gains_of_corrections_are_at_equal_time(monkeypatch):
+    """So the row tail itself gains nothing."""
+    ways = {"same": sparse.Way("row"), **sparse.CORRECTIONS}
+    monkeypatch.setattr(sparse, "CORRECTIONS", ways)
+    subject = untrained(dataclasses.replace(TINY, layers=2, N=1024))  # 16 blocks, as GRID
+    rows = list(sparse.measure_corrections(subject))
+    at = {(row["way"], row["of"], row["asked"]): row for row in rows}
+    single = {4: [1024], 16: [1024], 64: [1024, sparse.TOKENS]}  # 256 are more than 1/16
+    names = {(name, 1024) for name, way in ways.items() if not way.more}
+    names |= {(f"row tail, {n} single keys", of) for n, its in single.items() for of in its}
+    assert set(at) == {(*name, asked) for name in names for asked in sparse.DENSITIES}
+    for asked, blocks in zip(sparse.DENSITIES, (8, 5, 3), strict=True):
+        same = at["same", 1024, asked]
+        assert same["time"] == pytest.approx(sparse.cost_ms(ways["same"], blocks / 16) / 80)
+        assert same["equal"] == pytest.approx(same["snr"], abs=1e-4)
+        dear, cheap = (at["row tail, 64 single keys", of, asked] for of in single[64])
+        assert dear["snr"] == cheap["snr"] > same["snr"] and dear["equal"] > cheap["equal"]
+        assert dear["time"] == pytest.approx(
+            sparse.cost_ms(sparse.CORRECTIONS["row tail, 64 single keys"], blocks / 16, 1 / 16) / 80
+        )
+
+
+def test_the_table_of_corrections(tmp_path, monkeypatch):
+    monkeypatch.setattr(sparse, "SIZES", {"cpu": dataclasses.replace(TINY, layers=2)})
+    monkeypatch.setattr(sparse, "GRID", (4, 8))
+    sparse.main(["--corrections", "--device", "cpu", "--json", str(tmp_path / "x.json")])
+    found = pages.newest(tmp_path)
+    rows, text = found["corrections"]["rows"], pages.TABLES["corrections"]({"cpu": found})
+    assert [*dict.fromkeys(row["N"] for row in rows)] == [512, 2048]
+    assert "2 x 16 x 16: " in text and "8 x 16 x 16: " in text and text.count("| drop |") == 2
+    row = {"N": 512, "way": "a", "of": 512, "asked": 0.5, "time": 0.25, "snr": 9.0, "equal": 9.5}
+    line = "| a | 0.25: 9.0, 9.5, -0.5 |"
+    others = [row | {"of": sparse.TOKENS}, row | {"N": 2048, "of": 2048}]
+    lines = sparse.corrections_table([row, *others]).splitlines()
+    assert lines.count(line) == 2 and line.replace("a", "a, timed as of 75,600", 1) in lines
+
+
+def test_training_begins_with_the_parameters_of_another_length():
+    start = untrained().model
+    size = dataclasses.replace(TINY, N=1024, batch=1, steps=1, rate=1e-9)
+    subject = video.trained_video(size, torch.device("cpu"), None, start)
+    assert subject.model.shape == (4, 16, 16)
+    for name, x in start.state_dict().items():
+        assert torch.allclose(subject.model.state_dict()[name], x, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e-9])
