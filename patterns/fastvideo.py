@@ -7,12 +7,13 @@
 
 q, k and v are blocks of 64 rows. The first sizes[j] rows of block j are tokens, the others padding.
 The kernels compute in bf16, with a scale of head_dim ** -0.5, and as many heads of k as of q. What
-they return beside out is for their own backward: a logsumexp to the base 2, of another scale in
-sm90.
+they return beside out is for their own backward: a logsumexp to the base 2, but in sm90, whose
+sources do not say it.
 """
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -26,22 +27,24 @@ from sage_inductor.patterns.graph import value_of
 
 aten = torch.ops.aten
 NAMED = re.compile(r"\.block_sparse_attn(?!\w*backward)\w*$")
+LISTS = {"q2k_idx", "q2k_num", "variable_block_sizes"}
 BLOCK = 64
 
 
 def find(node: Node, index: graph.GraphIndex) -> Call | None:
     """The call whose output `node` is: an op's only one, or its first."""
-    op = node.args[0] if graph.op_name(node) == "getitem" and node.args[1] == 0 else node
+    op: Any = node.args[0] if graph.op_name(node) == "getitem" and node.args[1] == 0 else node
     target = getattr(op, "target", None)
     name, out = str(target).removesuffix(".default"), value_of(node)
     is_op = isinstance(target, (compat.OpOverload, compat.OpOverloadPacket))
     if not is_op or not NAMED.search(name) or not isinstance(out, torch.Tensor):
         return None
-    given = {x.removesuffix("_padded"): value for x, value in graph.by_schema(op, target).items()}
-    qkv = [given.get(x) for x in "qkv"]
-    if not all(isinstance(value_of(x), torch.Tensor) for x in qkv):
+    given: dict[str, Any] = graph.by_schema(op, target)
+    given = {x.removesuffix("_padded"): value for x, value in given.items()}
+    q, k, v = (given.get(x) for x in "qkv")
+    if not all(isinstance(value_of(x), torch.Tensor) for x in (q, k, v)):
         return None  # another op of that name
-    call = Call(node, name, graph.Emitter(op, index), *qkv, out)
+    call = Call(node, name, graph.Emitter(op, index), q, k, v, out)
     others = []
     if op is not node:
         others, call.dead = op.users.keys() - {node}, graph.left_over({op}, node)
@@ -58,7 +61,7 @@ def find(node: Node, index: graph.GraphIndex) -> Call | None:
 def _why_not(call: Call, given: dict, others: Iterable[Node]) -> reasons.Reason | None:
     """others: what is read beside the output."""
     q, k, v, sizes = map(value_of, (call.q, call.k, call.v, given.get("variable_block_sizes")))
-    known = call.spelling.startswith("fastvideo_kernel.") and "q2k_idx" in given
+    known = call.spelling.startswith("fastvideo_kernel.") and given.keys() >= LISTS
     known = known and k.dim() == 4 and sizes.dim() == 1  # sm100a also takes blocks of 128
     if not known or not guarded(k.shape[2] == BLOCK * sizes.shape[0]):
         return reasons.ANOTHERS_LISTS(call.spelling)
