@@ -41,10 +41,9 @@ def find(node: Node, index: graph.GraphIndex) -> Call | None:
         return None
     given: dict[str, Any] = graph.by_schema(op, target)
     given = {x.removesuffix("_padded"): value for x, value in given.items()}
-    q, k, v = (given.get(x) for x in "qkv")
-    if not all(isinstance(value_of(x), torch.Tensor) for x in (q, k, v)):
+    if not all(isinstance(value_of(given.get(x)), torch.Tensor) for x in "qkv"):
         return None  # another op of that name
-    call = Call(node, name, graph.Emitter(op, index), q, k, v, out)
+    call = Call(node, name, graph.Emitter(op, index), given["q"], given["k"], given["v"], out)
     others = []
     if op is not node:
         others, call.dead = op.users.keys() - {node}, graph.left_over({op}, node)
