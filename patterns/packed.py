@@ -4,7 +4,6 @@ by the names in the ops' schemas, because flash-attn's differ from release to re
     torch_attn._varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, ...)
     flash_attn._flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, ...)
     flash_attn._flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, ...)
-    fastvideo_kernel.block_sparse_attn_triton(q, k, v, ...)
 
 Packed: q [T, H, D] holds documents one after another. cu [S + 1] says where each begins.
 """
@@ -20,10 +19,7 @@ from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex, by_schema, value_of
 
 # In the kernels of Hugging Face's hub the namespace says it: vllm_flash_attn3_<hash>.fwd.
-NAMED = re.compile(
-    r"((varlen_attn|flash_attn\w*[._](varlen_)?(forward|fwd))(_out)?"
-    r"|\.block_sparse_attn(?!\w*backward)\w*)$"
-)
+NAMED = re.compile(r"(varlen_attn|flash_attn\w*[._](varlen_)?(forward|fwd))(_out)?$")
 PAGES = "block_table", "page_table"
 
 
@@ -48,6 +44,5 @@ def _why(name: str, given: dict, q: torch.Tensor) -> reasons.Reason:
         return reasons.PAGES()
     cu = next((value_of(given[x]) for x in ("cu_seq_q", "cu_seqlens_q") if x in given), None)
     if cu is None:
-        listed = "block_sparse_attn" in name
-        return (reasons.ANOTHERS_LISTS if listed else reasons.ANOTHER_KERNEL)(name)
+        return reasons.ANOTHER_KERNEL(name)
     return reasons.PACKED(q.shape[0], cu.shape[0] - 1)

@@ -226,7 +226,8 @@ WEIGHTS_USED = Cause("the attention weights are used",
     "give need_weights=False, and do not read the weights")
 MORE_THAN_ATTENTION = Cause("an op of SDPA's backends is used for more than attention: {}",
     "for inference, call F.scaled_dot_product_attention, or read no more than out and lse")
-LSE_USED = Cause("the logsumexp or the maxima are used", "do not ask flex_attention for them")
+LSE_USED = Cause("the logsumexp or the maxima are used",
+    "do not ask flex_attention for them, and read none but the first output of FastVideo's op")
 SCORE_MOD = Cause("score_mod changes the scores",
     "nothing to do where the model needs its score_mod")
 MOD_CAPTURES = Cause("score_mod or mask_mod captures tensors or symbolic lengths",

@@ -46,7 +46,8 @@ from sage_inductor.policy import CallDescription, ask, kept, layer_of
 
 # Queries and keys from which block lists beat compiled flex_attention. The preparation of k and v
 # weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:
-# bench/lists.py, with 10 to 100 % of the blocks.
+# bench/lists.py, with 10 to 100 % of the blocks. They were not timed beside a mask, which is what
+# FastVideo's sizes of blocks become.
 LISTS_FROM = 16384
 
 
@@ -395,6 +396,7 @@ def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Decision:
     lost = tiles.hopper_unavailable(shape.capability)
     suits = tiles.suits_hopper(shape, recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
+    known = known and shape.mask is None
     if not known or pad_head_dim(shape.head_dim) not in (64, 128):
         return Decision(None, reasons.LISTS_UNMEASURED(recipe))
     if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):

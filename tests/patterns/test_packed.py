@@ -18,8 +18,6 @@ flash_attn::_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, f
 flash_attn::_flash_attn_backward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal) -> (Tensor, Tensor, Tensor, Tensor)
 flash_attn_3::_flash_attn_forward(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? cu_seqlens_q=None, Tensor? page_table=None) -> (Tensor, Tensor, Tensor, Tensor)
 my_vllm_flash_attn3_c0ffee::fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None) -> (Tensor, Tensor, Tensor, Tensor)
-fastvideo_kernel::block_sparse_attn_triton(Tensor q, Tensor k, Tensor v, Tensor q2k_idx, Tensor q2k_num, Tensor variable_block_sizes) -> (Tensor, Tensor, Tensor, Tensor)
-fastvideo_kernel::block_sparse_attn_backward_triton(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor)
 other::flash_attn_fwd(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)
 """
 
@@ -85,9 +83,6 @@ CALLS = {
     "FA3, pages": (
         lambda q: op("flash_attn_3._flash_attn_forward")(q, q, q, page_table=CU, cu_seqlens_q=CU),
         "flash_attn_3.flash_attn_forward", "the keys lie in pages"),
-    "FastVideo": (
-        lambda q: op("fastvideo_kernel.block_sparse_attn_triton")(*[q[None]] * 3, *[CU] * 3),
-        "fastvideo_kernel.block_sparse_attn_triton", "another library's kernel for lists of blocks"),
 }  # fmt: skip
 
 
@@ -103,9 +98,6 @@ def test_an_op_with_other_arguments_and_a_backward_are_no_rows():
     assert not sites_of(lambda x: op("other.flash_attn_fwd")(x)[0], x)
     assert not sites_of(
         lambda x: op("flash_attn._flash_attn_backward")(x, x, x, 0.0, 1.0, True)[0], x
-    )
-    assert not sites_of(
-        lambda x: op("fastvideo_kernel.block_sparse_attn_backward_triton")(x, x, x)[0], x
     )
 
 
