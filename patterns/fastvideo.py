@@ -26,7 +26,8 @@ from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import value_of
 
 aten = torch.ops.aten
-NAMED = re.compile(r"\.block_sparse_attn(?!\w*backward)\w*$")
+NAME = "block_sparse_attn"  # begins that of each of the ops
+NAMED = re.compile(rf"\.{NAME}(?!\w*backward)\w*$")
 LISTS = {"q2k_idx", "q2k_num", "variable_block_sizes"}
 BLOCK = 64
 

@@ -8,13 +8,14 @@ by the names in the ops' schemas, because flash-attn's differ from release to re
 Packed: q [T, H, D] holds documents one after another. cu [S + 1] says where each begins.
 """
 
+import operator
 import re
 
 import torch
 from torch.fx import Node
 
 from sage_inductor.ops import compat
-from sage_inductor.patterns import reasons
+from sage_inductor.patterns import fastvideo, reasons
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import Emitter, GraphIndex, by_schema, value_of
 
@@ -24,6 +25,9 @@ PAGES = "block_table", "page_table"
 
 
 def find(node: Node, index: GraphIndex) -> Call | None:
+    of_tuple = node.target is operator.getitem and isinstance(node.args[0], Node)
+    if fastvideo.NAME in str(node.args[0].target if of_tuple else node.target):
+        return fastvideo.find(node, index)
     is_op = isinstance(node.target, (compat.OpOverload, compat.OpOverloadPacket))
     name = str(node.target).removesuffix(".default")
     if not is_op or not NAMED.search(name):
