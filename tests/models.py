@@ -11,6 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 
+class Of(nn.Module):
+    """A function as a module: what is exported must be one."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
 class Attention(nn.Module):
     """Self-attention of x [B, N, dim] with fused QKV, as models hand it to SDPA: transposed views.
     Its weights are large enough for a softmax that looks at a few keys, not at all alike."""

@@ -19,7 +19,8 @@ from torch._inductor import compile_fx
 from torch.fx import Graph, GraphModule, Node
 
 from sage_inductor import backend
-from sage_inductor.ops import launch
+from sage_inductor.choose import tables
+from sage_inductor.ops import gpus, launch
 from sage_inductor.ops.attention import nvfp4, triton
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import InductorWrapper
@@ -254,6 +255,28 @@ def band_mask(band, n_q: int, n_kv: int) -> Tensor:
     mask = torch.ones(n_q, n_kv, dtype=torch.bool)
     mask &= True if band.left is None else distance >= -band.left
     return mask & (True if band.right is None else distance <= band.right)
+
+
+@contextlib.contextmanager
+def on_gpu(capability=(9, 0), name="NVIDIA Test"):
+    """Calls are decided as on this GPU, which is not there."""
+    with (
+        mock.patch.object(gpus, "capability", lambda device: capability),
+        mock.patch.object(tables, "gpu_name", lambda device: name),
+    ):
+        yield
+
+
+def placeholders(graph: Graph, values, key="example_value") -> list[Node]:
+    """Inputs of a graph that is made by hand: of a list, or by their names. key: Dynamo's, or "val",
+    an export's."""
+    named = values if isinstance(values, dict) else {f"x{i}": x for i, x in enumerate(values)}
+    return [valued(graph.placeholder(name), x, key) for name, x in named.items()]
+
+
+def valued(node: Node, value, key="example_value") -> Node:
+    node.meta[key] = value
+    return node
 
 
 def every(functions: dict):

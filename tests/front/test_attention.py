@@ -8,15 +8,15 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Of
 from pairs import pairs
-from support import exactly, heads, relative_l1, sdpa
+from support import exactly, heads, on_gpu, relative_l1, sdpa
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import sage_inductor
 from sage_inductor import Rule, SageOptionError, SageRefused, attention, config, functional
 from sage_inductor.choose import cost, families, tables
-from sage_inductor.ops import gpus
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.session import session
 
@@ -39,14 +39,11 @@ def masks(N_q=40, N_kv=24, B=2, H=4):
 @pytest.mark.parametrize("mask", masks())
 @pytest.mark.parametrize("given", [{}, {"is_causal": True}, {"scale": 0.5}])
 def test_where_nothing_is_quantized_it_is_sdpa_to_the_bit(mask, given):
-    q, k, v = inputs()
-    attn_mask = masks()[mask]
+    q, k, v, attn_mask = *inputs(), masks()[mask]
     if attn_mask is not None and "is_causal" in given:
         given = {}  # SDPA takes one of the two
-    assert torch.equal(
-        attention(q, k, v, attn_mask, **given),
-        F.scaled_dot_product_attention(q, k, v, attn_mask, **given),
-    )
+    exact = F.scaled_dot_product_attention(q, k, v, attn_mask, **given)
+    assert torch.equal(attention(q, k, v, attn_mask, **given), exact)
 
 
 @pytest.mark.parametrize("settings", [{}, {"recipe": "sage2-8b", "force": True}])
@@ -63,10 +60,9 @@ def test_on_meta_it_gives_sdpas_shapes_and_strides(settings):
 @pytest.mark.parametrize("recipe", NAMED)
 def test_a_call_gives_the_same_bits_again_and_a_batch_those_of_its_parts(recipe):
     q, k, v = inputs(N_q=150, N_kv=150)
-    out, again = (attention(q, k, v, is_causal=True, recipe=recipe) for _ in range(2))
-    parts = [
-        attention(q[i], k[i], v[i], is_causal=True, recipe=recipe) for i in (slice(1), slice(1, 2))
-    ]
+    given = {"is_causal": True, "recipe": recipe}
+    out, again = (attention(q, k, v, **given) for _ in range(2))
+    parts = [attention(q[i], k[i], v[i], **given) for i in (slice(1), slice(1, 2))]
     assert torch.equal(out, again)
     # Products of FP4 are no integers: the order in which they are summed depends on the batch.
     assert_close(out, torch.cat(parts), rtol=0, atol=1e-6 if recipe == "sage3" else 0)
@@ -132,11 +128,8 @@ def test_a_compiled_call_is_the_eager_one(backend, dynamic, recipe):
     q, k, v = inputs(N_kv=40)
     with config.patch(emulate=True):
         asked = {"is_causal": True, "recipe": recipe, "return_lse": True}
-        compiled = torch.compile(
-            lambda q, k, v: attention(q, k, v, **asked), backend=backend, fullgraph=True,
-            dynamic=dynamic,
-        )  # fmt: skip
-        actual = compiled(q, k, v)
+        function, how = lambda q, k, v: attention(q, k, v, **asked), {"dynamic": dynamic}
+        actual = torch.compile(function, backend=backend, fullgraph=True, **how)(q, k, v)
         (site,) = sage_inductor.report()
         assert (site.spelling, site.module) == ("sage_inductor.attention", "")
         assert site.recipe == (None if recipe == "off" else recipe), site
@@ -148,9 +141,8 @@ def test_a_compiled_call_is_the_eager_one(backend, dynamic, recipe):
 @torch.no_grad()
 def test_a_scale_that_changes_is_another_graph():
     q, k, v = inputs(N_kv=40)
-    compiled = torch.compile(
-        lambda scale: attention(q, k, v, scale=scale), backend="aot_eager", fullgraph=True
-    )
+    scaled = lambda scale: attention(q, k, v, scale=scale)  # noqa: E731
+    compiled = torch.compile(scaled, backend="aot_eager", fullgraph=True)
     for scale in (0.1, 0.2, 0.3):
         assert_close(compiled(scale), F.scaled_dot_product_attention(q, k, v, scale=scale))
 
@@ -217,9 +209,8 @@ def test_gradients_are_sdpas(backend):
     with config.patch(emulate=True):
         for x in (q, k, v):
             x.grad = None
-        compiled = torch.compile(
-            lambda *x: attention(*x, is_causal=True, return_lse=True)[0], backend=backend
-        )
+        with_lse = lambda *x: attention(*x, is_causal=True, return_lse=True)[0]  # noqa: E731
+        compiled = torch.compile(with_lse, backend=backend)
         for found, exact in zip(gradients(compiled), expected, strict=True):
             assert_close(found, exact, atol=1e-5, rtol=1e-4)
         assert sage_inductor.report().rewritten
@@ -240,23 +231,18 @@ def test_each_side_of_a_length_is_a_graph_under_another_backend():
 @pytest.mark.parametrize("strict", [False, True])
 @torch.no_grad()
 def test_an_exported_call_is_decided_by_the_example_and_travels(strict):
-    class Model(torch.nn.Module):
-        def forward(self, q, k, v):
-            return attend(q, k, v)
-
     q, k, v = inputs(N_kv=40)
     N = torch.export.Dim("N", min=2, max=100)
     shapes = {name: {2: N} for name in "qkv"}
     rules = [{"length": [40, None], "recipe": "sage1"}, {"recipe": "off"}]
     with config.patch(emulate=True, policy=rules):
-        program = torch.export.export(Model(), (q, k, v), dynamic_shapes=shapes, strict=strict)
+        program = torch.export.export(Of(attend), (q, k, v), dynamic_shapes=shapes, strict=strict)
         (call,) = (n for n in program.graph.nodes if n.target is torch.ops.sage.sdpa.default)
         assert call.args[-1] and [s.recipe for s in sage_inductor.report()] == ["sage1"]
     with config.patch(emulate=True):
         short = tuple(x[:, :, :7] for x in (q, k, v))
-        assert torch.equal(
-            program.module()(*short), attention(*short, is_causal=True, recipe="sage1")
-        )
+        expected = attention(*short, is_causal=True, recipe="sage1")
+        assert torch.equal(program.module()(*short), expected)
 
 
 # -- what is decided, and how often ----
@@ -271,10 +257,8 @@ def test_a_kind_of_call_is_decided_once_and_reported_once(monkeypatch):
         attention(q, k, v)
         attention(q.clone(), k, v, is_causal=True)
     assert len(asked) == 2
-    assert [(s.module, s.spelling, s.mask) for s in sage_inductor.report()] == [
-        ("", "sage_inductor.attention", "none"),
-        ("", "sage_inductor.attention", "causal"),
-    ]
+    sites = [(s.module, s.spelling, s.mask) for s in sage_inductor.report()]
+    assert sites == [("", "sage_inductor.attention", mask) for mask in ("none", "causal")]
     torch._dynamo.reset()
     assert not sage_inductor.report()
     attention(q, k, v)
@@ -349,13 +333,8 @@ def test_the_key_of_a_kept_decision_holds_all_that_decides(monkeypatch):
         assert kept(q, k, v) not in keys
         config.recipe = "auto"
         assert kept(q, k, v) == keys[0]
-    different = (
-        kept(q.contiguous(), k, v),
-        kept(q[:, :, 1:], k, v),
-        kept(q, k[:, :, 1:], v[:, :, 1:]),
-        kept(q.to_sparse(), k, v),
-        kept(q.to("meta"), k, v),
-    )
+    of_q = (kept(x, k, v) for x in (q.contiguous(), q[:, :, 1:], q.to_sparse(), q.to("meta")))
+    different = *of_q, kept(q, k[:, :, 1:], v[:, :, 1:])
     assert len({kept(q, k, v), *different}) == 6
     for x in (torch.nested.nested_tensor([torch.randn(2, 8, 4)]), q.as_subclass(Tagged)):
         assert kept(x, k, v) is None
@@ -409,11 +388,10 @@ def test_it_can_be_differentiated_where_sdpa_can(transform):
             return transform(loss, q)[1](torch.tensor(1.0))[0]
         return transform(loss)(q)
 
+    message = "return_lse must be False inside a torch.func transform"
     with config.patch(emulate=True):
         assert torch.equal(result(attention), result(F.scaled_dot_product_attention))
-        with pytest.raises(
-            ValueError, match="return_lse must be False inside a torch.func transform"
-        ):
+        with pytest.raises(ValueError, match=message):
             torch.func.grad(lambda x: attention(x, k, v, return_lse=True)[0].sum())(q)
         attention(q, k, v, return_lse=True)
     reasons = [site.reason for site in sage_inductor.report()]
@@ -471,14 +449,6 @@ def test_an_unknown_recipe_is_refused():
     for run in call, torch.compile(call, backend="sage"):
         with pytest.raises(SageOptionError, match=message):
             run(*inputs())
-
-
-def test_dropout_is_no_argument():
-    """SDPA's fifth is dropout_p; 0.0 would be is_causal, and 0.0 == False."""
-    q, k, v = inputs()
-    attention(q, k, v, None, False)
-    with pytest.raises(TypeError, match="is_causal must be True or False, got 0.0"):
-        attention(q, k, v, None, 0.0)
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
@@ -556,7 +526,9 @@ def test_autocast_gives_inputs_of_several_dtypes_one():
     assert relative_l1(out.double(), exact.double()) < 0.1
 
 
-def test_under_a_compiler_a_dropout_of_zero_is_taken_and_no_other():
+def test_a_dropout_of_zero_is_taken_and_no_other():
+    """By its name: SDPA's fifth argument is dropout_p, here 0.0 would be is_causal, as False."""
+
     def zero(*x):
         return attention(*x, dropout_p=0.0)
 
@@ -567,27 +539,20 @@ def test_under_a_compiler_a_dropout_of_zero_is_taken_and_no_other():
     assert all(site.rewritten for site in sage_inductor.report())
     with pytest.raises(Exception, match="dropout_p must be 0, got 0.1"):
         torch.compile(lambda *x: attention(*x, dropout_p=0.1), backend="aot_eager")(q, k, v)
+    attention(q, k, v, None, False)
+    with pytest.raises(TypeError, match="is_causal must be True or False, got 0.0"):
+        attention(q, k, v, None, 0.0)
 
 
 @torch.no_grad()
-def test_on_a_gpu_it_is_decided_by_the_table(monkeypatch):
+def test_on_a_gpu_it_is_decided_by_the_table():
     """Of tensors that are not there: an export of fake ones."""
-
-    class Model(torch.nn.Module):
-        def forward(self, q):
-            return attention(q, q, q)
-
-    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(tables, "gpu_name", lambda device: tables.H200)
-    for N, force, expected in (
-        (16384, False, "sage2-8b-rotated"),
-        (1024, False, None),
-        (1024, True, "sage2-8b-rotated"),
-    ):
+    model, rotated = Of(lambda q: attention(q, q, q)), "sage2-8b-rotated"
+    for N, force, expected in ((16384, False, rotated), (1024, False, None), (1024, True, rotated)):
         torch._dynamo.reset()
-        with config.patch(force=force), FakeTensorMode():
+        with config.patch(force=force), FakeTensorMode(), on_gpu(name=tables.H200):
             q = torch.empty(4, N, 32, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            torch.export.export(Model(), (q,))
+            torch.export.export(model, (q,))
         (site,) = sage_inductor.report()
         assert site.recipe == expected, site
 

@@ -76,13 +76,12 @@ def test_autocast_around_and_inside_the_compiled_model(where):
 # -- options and settings ----
 
 
+sdpa = F.scaled_dot_product_attention
 STAYS = {
-    "SDPA": lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v),
-    "scale of the sizes": lambda q, k, v, scale: F.scaled_dot_product_attention(
-        q, k, v, scale=q.shape[-1] ** -0.4),
-    "scale that is given": lambda q, k, v, scale: F.scaled_dot_product_attention(
-        q, k, v, scale=scale),
-    "few heads of k and v": lambda q, k, v, scale: F.scaled_dot_product_attention(
+    "SDPA": lambda q, k, v, scale: sdpa(q, k, v),
+    "scale of the sizes": lambda q, k, v, scale: sdpa(q, k, v, scale=q.shape[-1] ** -0.4),
+    "scale that is given": lambda q, k, v, scale: sdpa(q, k, v, scale=scale),
+    "few heads of k and v": lambda q, k, v, scale: sdpa(
         q, k[:, :2], v[:, :2], q.mean(-1)[..., None] > 0, enable_gqa=True),
     "by hand": lambda q, k, v, scale: (q @ k.mT * scale / q.shape[-1] ** 0.5).softmax(-1) @ v,
 }  # fmt: skip
@@ -294,17 +293,15 @@ def test_what_users_type_can_be_listed_and_is_shown_in_few_words():
         (sage_inductor.diagnose_training(model, loss=torch.mean), "diagnose_training(Linear)"),
         (sage_inductor.explain(F.relu), "explain(relu)"),
     ):
-        assert repr(waiting).startswith(
-            f"<function {name}, to be called with the model's arguments"
-        )
+        shown = f"<function {name}, to be called with the model's arguments"
+        assert repr(waiting).startswith(shown)
 
 
 def test_help_begins_with_what_is_public_and_what_each_setting_means():
     shown = " ".join(pydoc.plain(pydoc.render_doc(sage_inductor)).split())
     public = shown[: shown.index("PACKAGE CONTENTS")]
-    assert all(
-        re.search(rf"[:,] {name}\b", public) for name in dir(sage_inductor) if name[0] != "_"
-    )
+    names = [name for name in dir(sage_inductor) if name[0] != "_"]
+    assert all(re.search(rf"[:,] {name}\b", public) for name in names)
     shown = " ".join(pydoc.plain(pydoc.render_doc(config)).replace("|", " ").split())
     methods = shown.index("Method resolution order")
     places = [shown.index(f" {x.name}: {x.doc} (default: ") for x in options.SETTINGS.values()]
@@ -452,17 +449,10 @@ def test_the_passes_key_is_of_what_decides_and_of_tuned_tables(tmp_path, monkeyp
     """An edit of what only tells what became of calls (doctor) leaves every cache warm."""
     ours = inductor_pass.SagePass()
     own = tmp_path / "sage_inductor" / "inductor_pass.py"
-    decides = ["choose/decide.py", "policy.py", "tables/h200.json", "of_tomorrow.py"]
-    decides = [f"sage_inductor/{name}" for name in decides]
-    decides += [
-        "lowering/record.py",
-        "lowering/launcher.h",
-        "ops/training/op.py",
-        "patterns/sdpa.py",
-    ]
-    tells = [
-        f"sage_inductor/{name}" for name in ("cli/doctor.py", "study/report.py", "__main__.py")
-    ]
+    ours_decide = ["choose/decide.py", "policy.py", "tables/h200.json", "of_tomorrow.py"]
+    decides = ["lowering/record.py", "lowering/launcher.h", "ops/training/op.py", "patterns/sdpa.py"]  # fmt: skip
+    decides += [f"sage_inductor/{name}" for name in ours_decide]
+    tells = [f"sage_inductor/{x}" for x in ("cli/doctor.py", "study/report.py", "__main__.py")]
     for name in decides + tells:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before")
@@ -498,11 +488,8 @@ def test_report_counters_and_log_tell_what_happened(caplog):
     assert counters["sage"] == {"rewritten": 1, "refused": 1}
     report = sage_inductor.report()
     assert len(report) == 2 and len(report.rewritten) == len(report.refused) == 1
-    text = str(report)
-    assert "sage2-8b" in text and "dropout_p must be 0, got 0.5" in text
-    assert text.startswith(
-        "1 of 2 attention calls use sage2-8b; 1 stays: dropout_p must be 0, got 0.5\n"
-    )
+    told = "1 of 2 attention calls use sage2-8b; 1 stays: dropout_p must be 0, got 0.5\n"
+    assert str(report).startswith(told)
     stays = "scaled_dot_product_attention_1 stays as it was: dropout_p"
     assert any(r.message.startswith(stays) for r in caplog.records)
     one, two = report
@@ -568,9 +555,8 @@ def process(program, cache=None, **environment):
     of_cache = {"TORCHINDUCTOR_CACHE_DIR": str(cache)} if cache else {}
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, **of_cache, "PYTHONPATH": path, **environment}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout.split()
 

@@ -7,13 +7,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from support import on_gpu, placeholders, valued
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_inductor
 from sage_inductor.choose import decide as choose
-from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
-from sage_inductor.ops import gpus
 from sage_inductor.options import Settings
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.sdpa import TARGETS
@@ -71,7 +70,7 @@ def test_sdpa_takes_the_heads_that_a_static_cache_holds(everywhere, repeat, mask
     given = inputs()
     copies = [x.clone() for x in given]
     step = decoder(repeat, mask)
-    out = compiled(step, *copies)
+    out = compiled(step, *copies, **{"sage.strict": True})  # which does not refuse it
     torch.testing.assert_close(out, step(*given))
     for found, expected in zip(copies, given):
         torch.testing.assert_close(found, expected)  # the caches were written as before
@@ -85,10 +84,8 @@ def test_sdpa_takes_the_heads_that_a_static_cache_holds(everywhere, repeat, mask
 
 @pytest.mark.parametrize("write", ["between", "after"])
 def test_a_cache_that_is_written_to_later_stays_repeated(everywhere, generated, write):
-    given = inputs()
-    copies = [x.clone() for x in given]
-    step = decoder(expanded, write=write)
-    out = compiled(step, *copies)
+    given, step = inputs(), decoder(expanded, write=write)
+    out = compiled(step, *(x.clone() for x in given))
     torch.testing.assert_close(out, step(*given))
     (site,) = sage_inductor.report()
     assert "heads not repeated" not in site.reason
@@ -100,18 +97,13 @@ def test_off_leaves_the_repeats(everywhere):
     assert site.reason == "the recipe is 'off'"
 
 
-def test_strict_does_not_refuse_a_call_that_gains_unrepeated(everywhere):
-    compiled(decoder(expanded), *inputs(), **{"sage.strict": True})
-
-
 # -- where it gains ----
 
 
 @contextlib.contextmanager
 def gpu(capability, cudnn=91900, enabled=True):
     with (
-        mock.patch.object(gpus, "capability", lambda device: capability),
-        mock.patch.object(tables, "gpu_name", lambda device: "NVIDIA Test"),
+        on_gpu(capability),
         mock.patch.object(torch.backends.cudnn, "version", lambda: cudnn),
         mock.patch.object(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled),
     ):
@@ -119,17 +111,9 @@ def gpu(capability, cudnn=91900, enabled=True):
 
 
 def site_of(
-    n_q=1,
-    D=128,
-    dtype=torch.bfloat16,
-    G=4,
-    requires_grad=False,
-    where=((9, 0),),
-    batch=1,
-    mask=None,
-    N=4096,
-    **settings,
-):
+    n_q=1, D=128, dtype=torch.bfloat16, G=4, requires_grad=False, where=((9, 0),), batch=1,
+    mask=None, N=4096, **settings,
+):  # fmt: skip
     """The site and the node of a call with repeated heads, on tensors of a GPU. where: what `gpu` is
     given. mask: its dtype; None: q's, which SDPA adds."""
     graph = torch.fx.Graph()
@@ -141,19 +125,11 @@ def site_of(
         mask = torch.empty(1, 1, 1, N, device="cuda", dtype=mask or dtype)
         out = torch.empty_like(q).requires_grad_(requires_grad)
     values = {"q": q, "keys": keys, "values": keys, "mask": mask}
-    nodes = {name: graph.placeholder(name) for name in values}
-    for name, node in nodes.items():
-        node.meta["example_value"] = values[name]
-    repeated = []
-    for name in ("keys", "values"):
-        node = graph.call_function(torch.repeat_interleave, (nodes[name], G), {"dim": 1})
-        node.meta["example_value"] = k
-        repeated.append(node)
-    call = graph.call_function(
-        F.scaled_dot_product_attention, (nodes["q"], *repeated), {"attn_mask": nodes["mask"]}
-    )
-    call.meta["example_value"] = out
-    graph.output(call)
+    q, *caches, mask = placeholders(graph, values)
+    repeat = torch.repeat_interleave
+    repeated = [valued(graph.call_function(repeat, (x, G), {"dim": 1}), k) for x in caches]
+    call = graph.call_function(TARGETS[0], (q, *repeated), {"attn_mask": mask})
+    graph.output(valued(call, out))
     module = torch.fx.GraphModule({}, graph)
     with gpu(*where):
         (site,) = rewrite(module, Settings(**settings))
@@ -205,19 +181,14 @@ def test_many_heads_of_few_keys_are_not_decoded():
 
 
 def test_on_hopper_one_query_reads_the_heads_as_they_are():
+    """One cache for all batches is expanded, and stays so."""
     site, call = site_of()
-    q, k, v, mask, *rest = call.args
-    assert [str(x) for x in (q, k, v, mask)] == ["q", "keys", "values", "mask"]
-    assert rest == [0.0, False]
+    assert [str(x) for x in call.args] == ["q", "keys", "values", "mask", "0.0", "False"]
     assert call.kwargs == {"scale": None, "enable_gqa": True}
-    assert site.decision.unrepeats
-
-
-def test_one_cache_for_all_batches_is_expanded_and_stays_so():
-    site, call = site_of(batch=2)
-    assert site.decision.unrepeats
-    assert [x.target for x in call.args[1:3]] == [torch.ops.aten.expand.default] * 2
-    call.graph.lint()
+    of_two, expanded = site_of(batch=2)
+    assert site.decision.unrepeats and of_two.decision.unrepeats
+    assert [x.target for x in expanded.args[1:3]] == [torch.ops.aten.expand.default] * 2
+    expanded.graph.lint()
 
 
 @pytest.mark.parametrize(
@@ -238,16 +209,17 @@ def test_elsewhere_the_repeats_stay(given):
 
 # -- models ----
 
+SIZES = dict(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=100, head_dim=16,
+)  # fmt: skip
+
 
 def cached(name: str):
     """A model of transformers with a cache of 5 tokens, a step of it and its arguments."""
     import transformers
 
-    common = dict(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=2, vocab_size=100, head_dim=16,
-    )  # fmt: skip
-    config = getattr(transformers, f"{name}Config")(**common)
+    config = getattr(transformers, f"{name}Config")(**SIZES | {"num_attention_heads": 8})
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
     def run(step):
@@ -279,10 +251,6 @@ def test_a_decoder_with_a_static_cache_gives_the_same_logits(everywhere, name):
 
 # -- what is slow, of models whose graphs are captured on a CPU and judged as on a GPU ----
 
-SIZES = dict(
-    hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, vocab_size=100, head_dim=16,
-)  # fmt: skip
 SHORT = "no known gain: a call with fewer than 256 queries or keys"
 
 
@@ -295,10 +263,9 @@ def sites_on_a_gpu(run, *where) -> list:
         for node in gm.graph.nodes:
             x = node.meta.get("example_value")
             if isinstance(x, torch.Tensor):
+                like = {"dtype": x.dtype, "device": "cuda"}
                 with x.fake_mode:
-                    node.meta["example_value"] = torch.empty_strided(
-                        x.shape, x.stride(), dtype=x.dtype, device="cuda"
-                    )
+                    valued(node, torch.empty_strided(x.shape, x.stride(), **like))
         with gpu(*where):
             sites.extend(rewrite(gm, Settings()))
         return gm.forward
@@ -389,49 +356,37 @@ def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 dequantize_rows.register_fake(lambda codes, scales: codes * scales)
 
 
-def dequantized(q, codes, scales, new):
-    k = dequantize_rows(codes, scales)
-    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+def attends(decode):
+    """To keys that are k and v."""
+
+    def step(q, codes, scales, new):
+        k = decode(q, codes, scales, new)
+        return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    return step
 
 
-def with_a_residual(q, codes, scales, new):
-    """As HQQ's and quanto's layers of transformers, which keep the last tokens in 16 bits."""
-    k = torch.cat([(codes.to(q.dtype) - 3) * scales, new], dim=-2)
-    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+DECODED = {  # and by what
+    "torchao": (torchao_step, "mul"),
+    # As HQQ's and quanto's layers of transformers, which keep the last tokens in 16 bits.
+    "with a residual": (
+        attends(lambda q, codes, scales, new: torch.cat([(codes.to(q.dtype) - 3) * scales, new], dim=-2)), "mul"),
+    "cast alone": (attends(lambda q, codes, *_: codes.to(q.dtype)), "to"),
+    "dequantized": (attends(lambda q, codes, scales, new: dequantize_rows(codes, scales)), "other::dequantize_rows"),
+    "of a bool": (attends(lambda q, codes, scales, new: new.expand(-1, -1, N, -1) * (codes > 0)), None),
+    "of 8-bit weights": (attends(
+        lambda q, codes, scales, new: F.linear(new.expand(-1, -1, N, -1), (codes * scales)[0, 0, :D])), None),
+}  # fmt: skip
 
 
-def cast_alone(q, codes, scales, new):
-    k = codes.to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
-
-
-def of_a_bool(q, codes, scales, new):
-    k = new.expand(-1, -1, N, -1) * (codes > 0)
-    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
-
-
-def of_8_bit_weights(q, codes, scales, new):
-    k = F.linear(new.expand(-1, -1, N, -1), (codes * scales)[0, 0, :D])
-    return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
-
-
-@pytest.mark.parametrize(
-    "step, told",
-    [
-        (torchao_step, "from int8 codes by `mul`"),
-        (with_a_residual, "from int8 codes by `mul`"),
-        (cast_alone, "from int8 codes by `to`"),
-        (dequantized, "from int8 codes by `other::dequantize_rows`"),
-        (of_a_bool, None),
-        (of_8_bit_weights, None),
-    ],
-)
-def test_codes_are_seen_whatever_decodes_them_and_nothing_else_is(step, told):
+@pytest.mark.parametrize("step, by", DECODED.values(), ids=DECODED.keys())
+def test_codes_are_seen_whatever_decodes_them_and_nothing_else_is(step, by):
     given = (
         torch.randn(1, H * G, 1, D).bfloat16(), torch.randint(-99, 99, (1, H, N, D)).to(torch.int8),
         torch.rand(1, H, N, 1).bfloat16(), torch.randn(1, H, 1, D).bfloat16(),
     )  # fmt: skip
     run = lambda backend: torch.compile(step, backend=backend, fullgraph=True)(*given)  # noqa: E731
     (site,) = sites_on_a_gpu(run, (9, 0))
-    assert not site.rewritten and ("codes" in site.reason) == bool(told)
-    assert site.reason.startswith(f"k is decoded {told} before the call; " if told else "")
+    assert not site.rewritten and ("codes" in site.reason) == bool(by)
+    told = f"k is decoded from int8 codes by `{by}` before the call; "
+    assert site.reason.startswith(told if by else "")

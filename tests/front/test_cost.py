@@ -10,21 +10,11 @@ from pairs import seeds
 from support import band_mask
 
 from sage_inductor.choose import cost
-from sage_inductor.choose.cost import (
-    FLASH,
-    IN_ORDER,
-    KEYS,
-    LAST_SHARED,
-    LONGEST_FIRST,
-    TILES,
-    Features,
-    Prediction,
-    Sizes,
-    features,
-)
+from sage_inductor.choose.cost import IN_ORDER, KEYS, LONGEST_FIRST, Features, Sizes, features
 from sage_inductor.ops.attention.tiles import schedule
 from sage_inductor.ops.visibility import Band
 
+FLASH, LAST_SHARED, TILES = cost.FLASH, cost.LAST_SHARED, cost.TILES
 NONE = Features(*[0.0] * len(Features._fields))
 
 
@@ -32,10 +22,8 @@ def tiles_of(sizes: Sizes, rows: int) -> list[int]:
     """Keys that each tile of a head computes: the blocks from the first that any row sees to the
     last."""
     seen = band_mask(Band(sizes.left, sizes.right), sizes.N_q, sizes.N_kv)
-    found = [tile.any(0).nonzero() for tile in seen.split(rows)]
-    return [
-        KEYS * int(keys[-1] // KEYS - keys[0] // KEYS + 1) if len(keys) else 0 for keys in found
-    ]
+    found = [tile.any(0).nonzero() // KEYS for tile in seen.split(rows)]
+    return [KEYS * int(keys[-1] - keys[0] + 1) if len(keys) else 0 for keys in found]
 
 
 def busiest(tiles: list[int], processors: int) -> int:
@@ -61,10 +49,7 @@ def drawn(draw: random.Random, longest: int = 900, processors: int = 8):
 @pytest.mark.parametrize("seed", range(60))
 def test_what_a_time_is_made_of_is_what_is_dealt_out(seed):
     sizes, rows, dealt, tiles = drawn(random.Random(seed))
-    processors, at_once = (
-        max(8, -(-len(tiles) // cost.ROUNDS)),
-        random.Random(seed).choice((1, 3, 4)),
-    )
+    at_once, processors = random.Random(seed).choice((1, 3, 4)), max(8, -(-len(tiles) // cost.ROUNDS))  # fmt: skip
     found = features(sizes, rows, dealt, processors, at_once=at_once)
     even, most = sum(tiles) / processors, busiest(tiles, processors)
     of_one = even if at_once == 1 else busiest(tiles, at_once * processors)
@@ -159,9 +144,8 @@ def test_flash_attention_cuts_tiles_where_they_are_few(seed):
         assert found == features(sizes, rows, IN_ORDER, 132)
         return
     long = math.ceil(sizes.N_kv / (128 * pieces)) * 128
-    cut = [
-        min(long, max(0, keys - begin)) for keys in tiles for begin in range(0, pieces * long, long)
-    ]
+    begins = range(0, pieces * long, long)
+    cut = [min(long, max(0, keys - begin)) for keys in tiles for begin in begins]
     assert sum(cut) == sum(tiles)  # nothing is lost
     weight = 64 / rows  # keys of a tile of 64 rows, in those of the fit's
     even = weight * H * sum(cut) / 132
@@ -187,19 +171,13 @@ def test_a_card_gets_no_hotter_than_hot():
 
 @pytest.mark.parametrize(
     "rows, at_once, dealt",
-    [
-        (*tile, dealt)
-        for tile in TILES
-        for dealt in cost.DEALT
-        if tile[1] == 1 or dealt in cost.DEALT[:2]
-    ],
+    [(*tile, dealt) for tile in TILES for dealt in cost.DEALT[: None if tile[1] == 1 else 2]],
 )
 def test_a_fit_finds_how_a_kernel_deals_its_tiles_out(rows, at_once, dealt):
     """Of times that the model made, the model. Which kernels cut tiles is known, and told."""
     lengths = 1000, 1100, 1500, 2300, 3000, 4100, 6000, 9000, 12345
-    bands, told = dealt in (IN_ORDER, LONGEST_FIRST), dealt
-    if bands:
-        told = None
+    bands = dealt in (IN_ORDER, LONGEST_FIRST)
+    told = None if bands else dealt
     sizes = [
         Sizes(1, H, H, N, N, left if bands else None, 0 if bands else None)
         for N in lengths for H, left in ((1, 90), (9, None), (40, 700))
@@ -309,12 +287,8 @@ def test_another_head_dim_has_its_share_of_a_time(kind):
     at_once = 1 if kind in cost.TRAINED else 3
     fit = cost.Fit(64, IN_ORDER, coefficients, 0.0, 8, kind, at_once)
     parts = features(sizes, 64, IN_ORDER, 8, kind, at_once)
-    assert (
-        parts.ragged > 0
-        and (parts.mask > 0) == (kind == "window")
-        and (parts.queries > 0) == (kind == "full-training")
-        and (parts.beyond > 0) == (at_once > 1)
-    )
+    assert parts.ragged > 0 and (parts.mask > 0) == (kind == "window")
+    assert (parts.queries > 0) == (kind == "full-training") and (parts.beyond > 0) == (at_once > 1)
     terms = Features(*(c * x for c, x in zip(coefficients, parts, strict=True)))
     assert fit.ms(sizes) == pytest.approx(sum(terms))
     found = fit.ms(sizes, computed=3, of_q=5, of_kv=7)
@@ -348,17 +322,13 @@ def test_no_coefficient_is_negative_and_no_other_are_better(seed):
 @pytest.mark.parametrize(
     "ours, speedup, error, wins",
     [
-        (100.0, 1.019, 0.0, False),
-        (100.0, 1.021, 0.0, True),
-        (100.0, 1.049, 0.1, False),  # half of the error
-        (100.0, 1.051, 0.1, True),
-        (100.0, 0.9, 0, False),
-        (0.01, 1.021, 0.02, True),  # of a call of 10 us, too
-        (0.01, 1.019, 0.02, False),
+        (100.0, 1.019, 0.0, False), (100.0, 1.021, 0.0, True), (100.0, 0.9, 0, False),
+        (100.0, 1.049, 0.1, False), (100.0, 1.051, 0.1, True),  # half of the error
+        (0.01, 1.021, 0.02, True), (0.01, 1.019, 0.02, False),  # of a call of 10 us, too
     ],
-)
+)  # fmt: skip
 def test_what_is_faster_by_more_than_chance_wins(ours, speedup, error, wins):
-    assert Prediction("sage1", ours, ours * speedup, error).wins == wins
+    assert cost.Prediction("sage1", ours, ours * speedup, error).wins == wins
 
 
 def test_the_first_length_is_that_from_which_on_all_win():

@@ -11,20 +11,14 @@ from unittest.mock import Mock
 import pytest
 import support
 import torch
+import torch.nn.attention as torchs
 import torch.nn.functional as F
 import triton
 from pairs import chosen
-from support import relative_l1
+from support import placeholders, relative_l1, valued
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    register_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
 
 from sage_inductor import Policy, diagnose, names, options, patterns
 from sage_inductor.choose import cost, families, tables, timing
@@ -54,15 +48,10 @@ KEEPING = Rule("sage2-8b-rotated", keep=Selection(0.3))
 AUTO_FROM_8192 = (Rule("sage1", head_dim=(64,)), Rule("auto", length=(8192, None)))
 
 
-@contextlib.contextmanager
 def gpu(capability):
     """Of capability (9, 0) the H200, which the built-in table knows."""
     name = tables.H200 if capability == (9, 0) else f"NVIDIA Test {capability}"
-    with (
-        mock.patch.object(gpus, "capability", lambda device: capability),
-        mock.patch.object(tables, "gpu_name", lambda device: name),
-    ):
-        yield
+    return support.on_gpu(capability, name)
 
 
 def decide(
@@ -85,20 +74,14 @@ def decide(
         out = values.pop().requires_grad_(requires_grad)
         if kind in MASKS:
             values.append(MASKS[kind](B, N))
-    nodes = [graph.placeholder(f"x{i}") for i in range(len(values))]
-    for node, value in zip(nodes, values):
-        node.meta["example_value"] = value
+    nodes = placeholders(graph, values)
     if shared:
         emit = Emitter(graph.call_function(torch.neg, (nodes[0],)), GraphIndex(graph))
         size = emit.size(nodes[0], 0), -1, -1, -1
         nodes[1:3] = (emit(torch.ops.aten.expand.default, x, size) for x in nodes[1:3])
-    call = graph.call_function(
-        F.scaled_dot_product_attention,
-        tuple(nodes),
-        {"is_causal": kind == "causal", "enable_gqa": True},
-    )
-    call.meta["example_value"] = out
-    graph.output(call)
+    given = {"is_causal": kind == "causal", "enable_gqa": True}
+    call = graph.call_function(F.scaled_dot_product_attention, tuple(nodes), given)
+    graph.output(valued(call, out))
     # A window is as if its mask had been made of aranges.
     windows = mock.patch.object(patterns, "prove", lambda *args: (band or Band(1023, 0), None))
     with gpu(capability), windows if kind == "window" else contextlib.nullcontext():
@@ -218,19 +201,21 @@ def test_a_band_of_other_keys_than_queries_is_predicted_by_what_it_shows(
 ):
     N_q, N_kv = 2048, 8192
     known(monkeypatch, table("causal", "window"))
-    site = decide(
-        (4, 32, 32, N_q, 128), "window",
-        band=Band(left, 0, bottom_right), N_kv=N_kv,
-    )  # fmt: skip
-    seen = support.band_mask(Band(left, 0, bottom_right), N_q, N_kv)
+    band = Band(left, 0, bottom_right)
+    site = decide((4, 32, 32, N_q, 128), "window", band=band, N_kv=N_kv)
+    seen = support.band_mask(band, N_q, N_kv)
     keys = sum(int(tile.any(0).sum()) for tile in seen.split(128))
     assert said(site) == pytest.approx(LAUNCH + KEYS / 2 * 128 * keys / 132, rel=0.02)
 
 
-def dynamic(shape_env: ShapeEnv, name: str, hint: int):
-    source = ConstantSource(name)
-    symbol = shape_env.create_symbol(hint, source, DimDynamic.DYNAMIC)
-    return shape_env.create_symintnode(symbol, hint=hint, source=source)
+def dynamic(**hints) -> tuple:
+    """A ShapeEnv, and a size of it for each hint."""
+    env, sizes = ShapeEnv(), []
+    for name, hint in hints.items():
+        source = ConstantSource(name)
+        symbol = env.create_symbol(hint, source, DimDynamic.DYNAMIC)
+        sizes.append(env.create_symintnode(symbol, hint=hint, source=source))
+    return env, *sizes
 
 
 def test_only_lengths_that_are_dynamic_are_guarded(monkeypatch):
@@ -243,8 +228,7 @@ def test_only_lengths_that_are_dynamic_are_guarded(monkeypatch):
 
     first = cost.first_length(wins)
     assert first > table().first_length(Family(128, 128, "full"), "sage2-8b-rotated", 4)
-    shape_env = ShapeEnv()
-    N = dynamic(shape_env, "N", 2 * first)
+    shape_env, N = dynamic(N=2 * first)
     site = decide((1, 4, 4, N, 128), shape_env=shape_env, N_kv=4096)
     assert site.reason.startswith(f"N >= {first}, "), site.reason
     given = {"shape_env": shape_env, "N_kv": cost.SHORTEST - 1}
@@ -255,18 +239,15 @@ def test_both_dynamic_lengths_must_reach_where_the_recipe_begins_to_win(monkeypa
     known(monkeypatch, table())
     first = table().first_length(Family(128, 128, "full"), "sage2-8b-rotated", 16)
     for hints in ((16384, first - 1), (first - 1, 16384), (first, first)):
-        shape_env = ShapeEnv()
-        N_q, N_kv = (dynamic(shape_env, name, hint) for name, hint in zip("qk", hints))
+        shape_env, N_q, N_kv = dynamic(q=hints[0], k=hints[1])
         site = decide((2, 8, 8, N_q, 128), shape_env=shape_env, N_kv=N_kv)
         assert site.rewritten == (hints == (first, first)), site.reason
 
 
 def test_a_package_is_predicted_by_its_examples_batch(monkeypatch):
     known(monkeypatch, table())
-    shape_env = ShapeEnv()
-    B = dynamic(shape_env, "B", 11)
-    given = {"shape_env": shape_env, "portable": True}
-    site = decide((B, 8, 8, 4096, 128), **given)
+    shape_env, B = dynamic(B=11)
+    site = decide((B, 8, 8, 4096, 128), shape_env=shape_env, portable=True)
     assert site.reason == decide((11, 8, 8, 4096, 128)).reason
     assert not [guard for guard in shape_env.guards if "8" in str(guard.expr)]
 
@@ -280,8 +261,7 @@ def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, mo
         (16384, True, rf"^N >= {first}, 1\.\d\dx SDPA by the cost model \(.* ms\) at N=16384$"),
         (1536, False, rf"wins from N={first} \(sage.force=True overrides\)$"),
     ):
-        shape_env = ShapeEnv()
-        N = dynamic(shape_env, "N", hint)
+        shape_env, N = dynamic(N=hint)
         site = decide((2, 8, 8, N, 128), shape_env=shape_env, portable=portable)
         assert site.rewritten == rewritten
         guards = [str(guard.expr) for guard in shape_env.guards]
@@ -296,8 +276,7 @@ def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, mo
 
 def test_more_batches_than_the_power_of_2_below_the_first_ones_need_no_other_graph(monkeypatch):
     known(monkeypatch, table())
-    shape_env = ShapeEnv()
-    B = dynamic(shape_env, "B", 11)
+    shape_env, B = dynamic(B=11)
     site = decide((B, 8, 8, 4096, 128), shape_env=shape_env)
     of_8 = decide((8, 8, 8, 4096, 128))
     assert site.rewritten and site.reason == of_8.reason
@@ -311,18 +290,13 @@ def test_more_batches_than_the_power_of_2_below_the_first_ones_need_no_other_gra
         ("training", {"requires_grad": True, "training": "off"}),
         ("the policy says off", {"policy": (Rule("off", head_dim=()),)}),
         ("wins from N=", {}),
-        (
-            "SDPA is faster",
-            {"benchmark": lambda case: {**dict.fromkeys(case.candidates, 2.0), "MATH": 1.0}},
-        ),
+        ("SDPA is faster", {"benchmark": lambda case: dict.fromkeys(case.candidates, 2.0) | {"MATH": 1.0}}),
     ],
-)
+)  # fmt: skip
 def test_a_call_that_stays_whatever_its_sizes_guards_none_of_them(reason, given, monkeypatch):
     """But the length from which it would be rewritten."""
     known(monkeypatch, table())
-    shape_env = ShapeEnv()
-    hints = zip("BHND", (2, 8, 300, 128))
-    B, H, N, D = (dynamic(shape_env, *each) for each in hints)
+    shape_env, B, H, N, D = dynamic(B=2, H=8, N=300, D=128)
     site = decide((B, H, H, N, D), shape_env=shape_env, **given)
     assert not site.rewritten and reason in site.reason, site.reason
     guards = [str(guard.expr) for guard in shape_env.guards]
@@ -416,11 +390,8 @@ def by_flex(
             for _ in range(2)
         )
         lists = [torch.empty(*shape, *w, device="cuda", dtype=torch.int32) for w in ((), (9,))]
-    nodes = [graph.placeholder(f"x{i}") for i in range(3)]
-    anchor = graph.call_function(torch.relu, (nodes[0],))
-    for node, value in zip((*nodes, anchor), (q, *lists, out), strict=True):
-        node.meta["example_value"] = value
-    q, *lists = nodes
+    q, *lists = placeholders(graph, [q, *lists])
+    anchor = valued(graph.call_function(torch.relu, (q,)), out)
     seen = {"band": band} if band else {"blocks": BlockLists(*lists, None, None, 128, 128)}
     emit, out = Emitter(anchor, GraphIndex(graph)), out.requires_grad_(requires_grad)
     call = Call(anchor, "flex_attention", emit, q, q, q, out, **seen)
@@ -436,11 +407,7 @@ def by_flex(
         (dict(D=48), "sage2-8b-rotated", "by block lists, N >= 16384"),
         (dict(D=160), None, "sage2-8b-rotated by block lists was not measured"),
         (dict(capability=(8, 9)), None, "sage2-8b by block lists was not measured"),
-        (
-            dict(version="3.5.0"),
-            None,
-            "sage2-8b by block lists was not measured; the Hopper kernel",
-        ),
+        (dict(version="3.5.0"), None, "sage2-8b by block lists was not measured; the Hopper kernel"),
         (dict(recipe="sage2-8b-rotated", version="3.5.0"), None, "by block lists was not measured"),
         (dict(portable=True), "sage2-8b-rotated", "by block lists, N >= 16384"),
         (dict(recipe="sage2-8b"), None, "sage2-8b by block lists was not measured"),
@@ -452,7 +419,7 @@ def by_flex(
         (dict(force=True, shape=(2, 4, 256)), None, "block lists must have q's batch and heads"),
         (dict(force=True, shape=(1, 1, 255)), None, "block lists must be for all queries"),
     ],
-)
+)  # fmt: skip
 def test_calls_by_block_lists_are_rewritten_where_they_were_measured_and_where_forced(
     given, recipe, reason
 ):
@@ -555,10 +522,10 @@ def test_a_package_of_an_unknown_triton_holds_no_kernel(monkeypatch):
 @pytest.fixture
 def flash_attention_3():
     """SDPA's flash attention as `activate_flash_attention_impl` would have it, without a kernel."""
-    register_flash_attention_impl("FA3 of a test", register_fn=Mock)
-    activate_flash_attention_impl("FA3 of a test")
+    torchs.register_flash_attention_impl("FA3 of a test", register_fn=Mock)
+    torchs.activate_flash_attention_impl("FA3 of a test")
     yield "FA3 of a test"
-    restore_flash_attention_impl()
+    torchs.restore_flash_attention_impl()
 
 
 def test_against_an_activated_flash_attention_only_what_was_measured_is_faster(
@@ -570,12 +537,11 @@ def test_against_an_activated_flash_attention_only_what_was_measured_is_faster(
         assert not site.rewritten, site.reason
     assert "was not measured on NVIDIA H200" in site.reason
     clock = Clock(sage2_8b_rotated=0.5, sage2_8b=0.8)
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with torchs.sdpa_kernel(torchs.SDPBackend.FLASH_ATTENTION):
         site = decide(shape, benchmark=clock)
     assert site.reason.endswith("with 1 warpgroup; SDPA's flash attention is FA3 of a test")
-    assert (clock.cases[0].flash_attention, clock.cases[0].rivals) == (
-        "FA3 of a test", ("FLASH_ATTENTION",)
-    )  # fmt: skip
+    (case,) = clock.cases
+    assert (case.flash_attention, case.rivals) == ("FA3 of a test", ("FLASH_ATTENTION",))
     monkeypatch.setattr(tables, "_users", lambda gpu, flash: table())
     assert decide(shape).rewritten  # measured against it: families.versions()
     assert families.versions()["flash attention"] == tables.in_force()[0] == "FA3 of a test"
@@ -632,20 +598,19 @@ def step(shape=LONG_STEP, **given):
 
 def test_a_call_trains_by_the_fp8_backward_where_the_fit_says_that_a_step_is_faster(monkeypatch):
     known(monkeypatch, trained_table())
-    site = step()
-    found = re.fullmatch(
-        r"([\d.]+)x SDPA by the cost model \(([\d.]+) and ([\d.]+) ms\)", site.reason
-    )
+    site, number = step(), r"([\d.]+)"
+    by_the_model = rf"{number}x SDPA by the cost model \({number} and {number} ms\)"
+    found = re.fullmatch(by_the_model, site.reason)
     assert site.recipe == "fp8-backward"
     speedup, ours, sdpa = map(float, found.groups())
     assert speedup > 1.5 and sdpa / ours == pytest.approx(speedup, rel=0.01)
     assert site.decision.times == pytest.approx((ours, sdpa), rel=0.01)
+    by_policy = step(training="off", policy=(Rule("auto", training="auto"),))
+    assert by_policy.recipe == "fp8-backward"
     site = step((1, 2, 2, 512, 128))
     assert not site.rewritten and site.decision.times[0] > site.decision.times[1]
-    assert re.fullmatch(
-        r"no known gain: fp8-backward with head_dim 128, full-training, B\*H=2 is 0\.\d+x SDPA by the cost model "
-        r"\([\d.]+ and [\d.]+ ms\)", site.reason,
-    )  # fmt: skip
+    of_family = r"no known gain: fp8-backward with head_dim 128, full-training, B\*H=2 is "
+    assert re.fullmatch(of_family + by_the_model, site.reason)[1].startswith("0.")
     site = step((1, 32, 32, 255, 128))
     assert site.reason == "no known gain: a call with fewer than 256 queries or keys"
     assert site.decision.times is None
@@ -682,12 +647,6 @@ def test_what_the_fp8_backward_does_not_train_stays_and_is_not_measured(given, r
     assert not measuring.asked and not site.why.cause.remedy.startswith("please report")
 
 
-def test_a_policy_may_say_auto_in_training(monkeypatch):
-    known(monkeypatch, trained_table())
-    site = step(training="off", policy=(Rule("auto", training="auto"),))
-    assert site.recipe == "fp8-backward"
-
-
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_a_step_that_nothing_is_known_of_is_measured_while_it_compiles(kind, monkeypatch):
     measuring = Measuring(monkeypatch, trained_table())
@@ -701,16 +660,13 @@ def test_a_step_that_nothing_is_known_of_is_measured_while_it_compiles(kind, mon
     assert len(measuring.asked) == 1
 
 
-TRAINED_DIMS = range(40, 129, 8)  # of whose training times are built in
-
-
 @pytest.mark.parametrize("kind", ["full", "causal"])
 def test_training_is_decided_by_the_times_that_are_built_in(kind, monkeypatch):
     """Of other head_dims a GPU measures its own."""
     built_in = tables.built_in()[tables.H200]
     measuring = Measuring(monkeypatch, built_in)
     measuring.tables.append(built_in)
-    for D in TRAINED_DIMS:
+    for D in range(40, 129, 8):  # of whose training times are built in
         site = step((1, 32, 8, 65536, D), kind=kind)
         assert site.recipe == "fp8-backward" and re.match(FASTER, site.reason), site.reason
         site = step((1, 32, 8, 512, D), kind=kind)
@@ -818,6 +774,8 @@ def test_the_fastest_by_the_clock_is_taken(ms, recipe, reason):
     of_tiles = (each.values() if isinstance(each, dict) else [each] for each in ms.values())
     timed = [each for each in itertools.chain(*of_tiles) if not isinstance(each, str)]
     assert site.decision.times == ((min(timed), 1.0) if timed else None)
+    site = decide(SHORT, benchmark=lambda case: dict.fromkeys(case.candidates, 1.0))
+    assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
 
 
 OF_KIND = {  # of 64 keys: its band, the mask's shape and dtype
@@ -871,18 +829,13 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v()
         ours = {each: 0.5 if each.warpgroups == fastest else 0.6 for each in case.candidates}
         return {"FLASH_ATTENTION": 1.0} | ours
 
-    graph = torch.fx.Graph()
-    lengths, args = (512, 2048, 4096), []
+    graph, given = torch.fx.Graph(), {"device": "cuda", "dtype": torch.bfloat16}
     with FakeTensorMode():
-        for i, N in enumerate((2048, 2048, *lengths)):
-            args.append(graph.placeholder(f"x{i}"))
-            x = torch.empty(1, N, 4, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            args[-1].meta["example_value"] = x
-    k, v, *queries = args
+        lengths = (2048, 2048, 512, 2048, 4096)
+        values = [torch.empty(1, N, 4, 128, **given).transpose(1, 2) for N in lengths]
+    k, v, *queries = placeholders(graph, values)
     outs = [graph.call_function(F.scaled_dot_product_attention, (q, k, v)) for q in queries]
-    for q, out in zip(queries, outs):
-        out.meta["example_value"] = q.meta["example_value"]
-    graph.output(tuple(outs))
+    graph.output(tuple(map(valued, outs, values[2:])))
     with gpu((9, 0)):
         sites = rewrite(torch.fx.GraphModule({}, graph), Settings(benchmark=clock))
     assert [site.decision.warpgroups for site in sites] == [2, 3, 3]
@@ -892,11 +845,6 @@ def test_the_fastest_tile_is_in_the_graph_and_calls_with_several_share_k_and_v()
     (prepare,) = graph.find_nodes(op="call_function", target=torch.ops.sage.prepare.default)
     assert prepare.args == (k, v, None, rows.encode(), False)
     assert all(x.args[0] is prepare for call in calls for x in call.args[4]) and calls[0].args[4]
-
-
-def test_without_a_time_of_sdpa_nothing_is_faster_than_it():
-    site = decide(SHORT, benchmark=lambda case: dict.fromkeys(case.candidates, 1.0))
-    assert (site.recipe, site.reason) == (None, "autotuned: no backend of SDPA could be timed")
 
 
 AUTOS = ("sage2-8b-rotated", "sage2-8b")
@@ -932,9 +880,8 @@ def test_a_band_at_the_bottom_right_is_timed_only_where_that_is_the_top_left():
     clock = Clock(sage2_8b=0.5, sage2_8b_rotated=0.7)
     right = {"kind": "window", "band": Band(None, 0, bottom_right=True), "benchmark": clock}
     site = decide((1, 4, 2, 64, 128), **right, N_kv=96)
-    assert (
-        site.mask == "causal, bottom right" and "no known gain" in site.reason and not clock.cases
-    )
+    assert site.mask == "causal, bottom right" and "no known gain" in site.reason
+    assert not clock.cases
     assert decide(SHORT, **right).recipe == "sage2-8b"
     assert clock.cases[0].shape.band == Band(None, 0)
 
@@ -1000,35 +947,26 @@ def test_the_reason_says_why_a_call_could_not_be_measured(monkeypatch):
 @pytest.mark.parametrize(
     "asked",
     [
-        {"calibrate": False},
-        {"capturing": True},
-        {"available": False},
-        {"shape": (1, 24, 24, 255, 128)},
-        {"N_kv": 255},
-        {"requires_grad": True, "training": "off"},
-        {"force": True},
-        {"emulate": True},
-        {"recipe": "off"},
+        {"calibrate": False}, {"capturing": True}, {"available": False}, {"N_kv": 255},
+        {"shape": (1, 24, 24, 255, 128)}, {"requires_grad": True, "training": "off"},
+        {"force": True}, {"emulate": True}, {"recipe": "off"},
         {"benchmark": lambda case: {each: 1.0 for each in (*case.candidates, "CUDNN_ATTENTION")}},
     ],
     ids=lambda asked: next(iter(asked)),
-)
+)  # fmt: skip
 def test_nothing_is_measured_where_it_cannot_or_need_not_be(asked, monkeypatch):
     asked = dict(asked)
     gpu = {name: asked.pop(name) for name in ("capturing", "available") if name in asked}
     measuring = Measuring(monkeypatch, table(), **gpu)
     shape = asked.pop("shape", (1, 24, 24, 16384, 128))
-    reason = decide(shape, **asked).reason
+    reason, cannot = decide(shape, **asked).reason, bool(gpu or "calibrate" in asked)
     assert not measuring.asked
-    assert reason.endswith("run `python -m sage_inductor tune` there") == bool(
-        gpu or "calibrate" in asked
-    )
+    assert reason.endswith("run `python -m sage_inductor tune` there") == cannot
 
 
 @pytest.mark.parametrize("hint, asked", [(255, 0), (256, 1)])
 def test_nothing_is_measured_while_a_dynamic_length_is_short(hint, asked, monkeypatch):
-    measuring, shape_env = Measuring(monkeypatch, table()), ShapeEnv()
-    N = dynamic(shape_env, "N", hint)
+    measuring, (shape_env, N) = Measuring(monkeypatch, table()), dynamic(N=hint)
     site = decide((1, 24, 24, N, 128), shape_env=shape_env)
     assert len(measuring.asked) == asked
     assert ("fewer than 256 queries or keys" in site.reason) == (not asked)
@@ -1069,8 +1007,7 @@ def test_what_needs_no_clock_asks_none(settings, reason):
 
 
 def test_a_dynamic_length_is_timed_at_its_hint_without_a_guard():
-    shape_env = ShapeEnv()
-    N = dynamic(shape_env, "N", 96)
+    shape_env, N = dynamic(N=96)
     shape, clock = (4, 32, 32, N, 128), Clock(sage2_8b_rotated=0.5, sage2_8b=0.8)
     site = decide(shape, shape_env=shape_env, benchmark=clock)
     assert clock.cases[0].shape.q == (4, 32, 96, 128)

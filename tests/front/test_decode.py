@@ -1,17 +1,13 @@
 """A few queries of a cache: which calls become ``sage::decode``, and what the model computes then."""
 
-import contextlib
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.functional as F
+from support import on_gpu, placeholders, valued
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_inductor
-from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
-from sage_inductor.ops import gpus
 from sage_inductor.options import Settings
 from sage_inductor.patterns.sdpa import TARGETS
 
@@ -86,34 +82,23 @@ def test_which_calls_decode(name):
         torch.testing.assert_close(out.double(), exact, rtol=4 * eps, atol=4 * eps)
 
 
-def test_a_recipe_by_name_is_what_computes_the_call():
+def test_a_recipe_by_name_computes_the_call_and_gradients_stay_exact_attentions():
     q, k, v = (torch.randn(2, h, n, D).half() for h, n in ((6, 3), (2, N), (2, N)))
     compiled(masked, q, k, v, seen(2, 1, 3, N), **EMULATED, **{"sage.recipe": "sage2-8b"})
     assert [site.recipe for site in sage_inductor.report()] == ["sage2-8b"]
-
-
-def test_gradients_stay_exact_attentions():
-    q, k, v = (torch.randn(2, h, n, D).half() for h, n in ((6, 3), (2, N), (2, N)))
     compiled(masked, q.requires_grad_(), k, v, seen(2, 1, 3, N), **EMULATED).sum().backward()
     assert [site.recipe for site in sage_inductor.report()] == ["sage2-8b"] and q.grad is not None
 
 
 @pytest.mark.parametrize("force", [True, False])
 def test_on_a_gpu_it_is_forced_where_nobody_timed_it(force):
-    with FakeTensorMode(), contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(gpus, "capability", lambda device: (8, 9)))
-        stack.enter_context(mock.patch.object(tables, "gpu_name", lambda device: "NVIDIA Test"))
-        q, k, v = (
-            torch.empty(2, h, n, 64, dtype=torch.bfloat16, device="cuda") for h, n in ((8, 4), (2, N), (2, N))
-        )  # fmt: skip
+    graph, shapes = torch.fx.Graph(), ((2, 8, 4, 64), (2, 2, N, 64), (2, 2, N, 64))
+    with FakeTensorMode(), on_gpu((8, 9)):
+        q, *kv = (torch.empty(x, dtype=torch.bfloat16, device="cuda") for x in shapes)
         mask = torch.empty(2, 1, 4, N, dtype=torch.bool, device="cuda")
-        graph = torch.fx.Graph()
-        nodes = [graph.placeholder(name) for name in "qkvm"]
-        for node, value in zip(nodes, (q, k, v, mask)):
-            node.meta["val"] = value
+        nodes = placeholders(graph, [q, *kv, mask], "val")
         call = graph.call_function(TARGETS[0], tuple(nodes), {"enable_gqa": True})
-        call.meta["val"] = torch.empty_like(q)
-        graph.output(call)
+        graph.output(valued(call, torch.empty_like(q), "val"))
         gm = torch.fx.GraphModule({}, graph)
         (site,) = rewrite(gm, Settings(force=force))
     ops = [str(node.target) for node in gm.graph.nodes if "sage" in str(node.target)]

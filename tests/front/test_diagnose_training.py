@@ -226,8 +226,7 @@ def test_under_autocast_calls_have_its_dtype():
     found = []
     for model in models:
         model.load_state_dict(models[0].state_dict())
-        around = torch.autocast("cpu", torch.bfloat16, enabled=type(model) is Attention)
-        with around:
+        with torch.autocast("cpu", torch.bfloat16, enabled=type(model) is Attention):
             found.append(of(diagnose_training(model, loss=against(*y))(x)))
     first, *others = found
     assert {row.site.dtype for row in first.values()} == {"bfloat16"}
@@ -247,9 +246,8 @@ class Checkpointed(Transformer):
 
 def test_checkpoints_change_nothing(monkeypatch):
     probes, end = [], NOISE._GradientProbe.end
-    monkeypatch.setattr(
-        NOISE._GradientProbe, "end", lambda probe: probes.append(probe) or end(probe)
-    )
+    ended = lambda probe: probes.append(probe) or end(probe)  # noqa: E731
+    monkeypatch.setattr(NOISE._GradientProbe, "end", ended)
     x, y = batch(4)
     model, same = Transformer(sdpa, sdpa), Checkpointed(sdpa, sdpa)
     same.load_state_dict(model.state_dict())
@@ -303,9 +301,8 @@ def test_frozen_weights_leave_the_parameters_around_the_call():
     assert found.rows[0].gradient < joined(exact).norm().item()  # not by the residual
     model.requires_grad_(False)
     found = found_by(model, x.requires_grad_(), y)  # gradients, but of no parameter
-    assert not found.rows and {site.reason for site in found.unmeasured} == {
-        "was not measured: its gradient is 0"
-    }
+    reasons = {site.reason for site in found.unmeasured}
+    assert not found.rows and reasons == {"was not measured: its gradient is 0"}
     assert found.verdict == "0 calls; not measured: 2 calls" and str(found) and found.details()
     assert repr(found) == f"<TrainingDiagnosis: {found.verdict}>"
 
@@ -386,11 +383,8 @@ def test_calls_that_are_not_measured_are_listed_with_the_reason(attend, reason):
 def test_a_recipe_that_does_not_take_a_call_has_no_row():
     x, y = batch(4)
     found = found_by(Transformer(sdpa, lambda q, k, v: sdpa(q, k, v, scale=-0.3)), x, y)
-    assert of(found).keys() == {
-        *((f"layers.{i}", recipe) for i in range(2) for recipe in ("sdpa", "sagebwd")),
-        ("layers.0", "fp8-backward"),
-    }
-    assert not found.unmeasured
+    both = {(f"layers.{i}", recipe) for i in range(2) for recipe in ("sdpa", "sagebwd")}
+    assert of(found).keys() == both | {("layers.0", "fp8-backward")} and not found.unmeasured
     only = found_by(Transformer(sdpa), x, y, recipes="sagebwd")
     assert {row.recipe for row in only.rows} == {"sdpa", "sagebwd"}
 

@@ -18,6 +18,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,10 +54,8 @@ def rotate(x, positions):
     """x [B, H, N, D] rotated in its D/2 planes by angles that grow with positions [N]."""
     frequencies = 1e4 ** -torch.linspace(0, 1, x.shape[-1] // 2, device=x.device)
     angles = positions[:, None] * frequencies  # [N, D/2]
-    a, b = x.float().chunk(2, -1)
-    return torch.cat(
-        (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1
-    ).to(x.dtype)
+    (a, b), cos, sin = x.float().chunk(2, -1), angles.cos(), angles.sin()
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 class Llama(nn.Module):
@@ -69,11 +68,7 @@ class Llama(nn.Module):
         self.embed, self.head = nn.Embedding(100, C), nn.Linear(C, 100)
         self.norms = nn.ModuleList(nn.RMSNorm(C) for _ in range(3))
         self.q, self.kv, self.out = (nn.Linear(C, C, bias=False) for _ in range(3))
-        self.gate, self.up, self.down = (
-            nn.Linear(C, 2 * C),
-            nn.Linear(C, 2 * C),
-            nn.Linear(2 * C, C),
-        )
+        self.gate, self.up, self.down = nn.Linear(C, 2 * C), nn.Linear(C, 2 * C), nn.Linear(2 * C, C)  # fmt: skip
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -135,20 +130,13 @@ class Masked(nn.Module):
         return self.out(o.transpose(1, 2).flatten(2))
 
 
-class Cached(nn.Module):
+def cached(q, k, v):
     """New queries [1, 2, N, 32] and the keys and values of a longer cache [1, 2, M, 32]: a window
     that ends with the last key, and causal attention from the first key on."""
-
-    def forward(self, q, k, v):
-        N, M = q.shape[2], k.shape[2]
-        i, j = torch.arange(N)[:, None] + (M - N), torch.arange(M)
-        window = (j <= i) & (j > i - 40)
-        return torch.stack(
-            (
-                F.scaled_dot_product_attention(q, k, v, attn_mask=window),
-                F.scaled_dot_product_attention(q, k, v, is_causal=True),
-            )
-        )
+    N, M = q.shape[2], k.shape[2]
+    i, j = torch.arange(N)[:, None] + (M - N), torch.arange(M)
+    window = F.scaled_dot_product_attention(q, k, v, attn_mask=(j <= i) & (j > i - 40))
+    return torch.stack((window, F.scaled_dot_product_attention(q, k, v, is_causal=True)))
 
 
 class Sink(nn.Module):
@@ -285,15 +273,13 @@ EVERY = Llama, Flux, Masked
 SWEPT = pytest.mark.sweep  # on CPU, where a package takes half a minute: see `opened`
 
 
-def devices(*models):
+def devices(*makes):
     """The models on CPU, in the sweep, and on a GPU. Each run packages the layer of
     docs/guide/packages.md, which runs in Python and, without it, in C++."""
-    cpu = [pytest.param(make, "cpu", id=f"{make.__name__}-cpu", marks=SWEPT) for make in models]
-    cuda = [
-        pytest.param(make, "cuda", id=f"{make.__name__}-cuda", marks=pytest.mark.gpu)
-        for make in models
-    ]
-    return pytest.mark.parametrize("make, device", cpu + cuda)
+    return pytest.mark.parametrize("make, device", [
+        pytest.param(make, device, id=f"{make.__name__}-{device}", marks=marks)
+        for device, marks in (("cpu", SWEPT), ("cuda", pytest.mark.gpu)) for make in makes
+    ])  # fmt: skip
 
 
 # -- processes that load them ----
@@ -409,15 +395,14 @@ def test_a_package_reads_only_the_keys_that_a_band_shows(packaged, tmp_path):
         return [torch.randn(1, 2, n, 32) for n in (N, M, M)]
 
     N, M = (torch.export.Dim(name, min=2, max=4096) for name in "NM")
-    program = torch.export.export(
-        Cached(), tuple(call(64, 300)), dynamic_shapes=({2: N}, {2: M}, {2: M})
-    )
+    shapes = {2: N}, {2: M}, {2: M}
+    program = torch.export.export(models.Of(cached), tuple(call(64, 300)), dynamic_shapes=shapes)
     run = packaged_or_opened(program, packaged, tmp_path)
     masks = [site.mask for site in sage_inductor.report()]
     assert masks == ["window(39, 0), bottom right", "causal"]
     for N, M in ((64, 300), (64, 64), (2, 300), (100, 101), (130, 400)):
         q, k, v = call(N, M)
-        exact, found = Cached()(q, k, v), run(q, k, v)
+        exact, found = cached(q, k, v), run(q, k, v)
         assert relative_l1(found, exact) < 0.05
         for x in (k, v):
             x[:, :, N : max(N, M - N - 39)] = torch.nan  # what neither shows to any query
@@ -442,10 +427,9 @@ def test_a_package_of_attention_with_a_learned_sink(packaged, tmp_path):
     for n in (2, 70, 333):
         q, k, v = (torch.randn(1, 2, n, 32) for _ in range(3))
         with torch.no_grad():
-            assert 1e-4 < relative_l1(run(q, k, v), model(q, k, v)) < 0.05
-            torch.testing.assert_close(
-                run(q, k, v), program.module()(q, k, v), rtol=1e-3, atol=1e-3
-            )
+            found, same = run(q, k, v), program.module()(q, k, v)
+            assert 1e-4 < relative_l1(found, model(q, k, v)) < 0.05
+            torch.testing.assert_close(found, same, rtol=1e-3, atol=1e-3)
 
 
 def package_of_sources(device, folder):
@@ -458,9 +442,8 @@ def package_of_sources(device, folder):
     keep = [{"recipe": "sage2-8b-per-token", "keep": {"top_k": 0.3, "similarity": 0}}]
     if torch.__version__ < "2.12":  # whose Inductor writes C++ of this with an undeclared name
         keep = None
-    return package_alone(
-        Alone, device, folder, configs=configs, lengths=SHORT, example=129, policy=keep
-    )
+    given = dict(configs=configs, lengths=SHORT, example=129, policy=keep)
+    return package_alone(Alone, device, folder, **given)
 
 
 @pytest.mark.parametrize(
@@ -538,9 +521,8 @@ def test_a_package_calls_nothing_that_needs_python(make, device, build):
         names = archive.namelist()
         for name in names:
             if name.endswith(".wrapper.json"):
-                called += [
-                    node["node"]["target"] for node in json.loads(archive.read(name))["nodes"]
-                ]
+                nodes = json.loads(archive.read(name))["nodes"]
+                called += [node["node"]["target"] for node in nodes]
         (source,) = (archive.read(name) for name in names if name.endswith(".wrapper.cpp"))
         kernels = sum(name.endswith(".cubin") for name in names)  # Inductor's
     assert not [name for name in called if not re.match(r"(torch\.ops\.)?aten\b", name)], called
@@ -551,14 +533,13 @@ def test_a_package_calls_nothing_that_needs_python(make, device, build):
 
 @pytest.mark.parametrize("lists", [False, True], ids=["dense", "lists"])
 def test_a_sage_op_that_needs_python_is_refused(lists):
-    class Opaque(nn.Module):
-        def forward(self, x):
-            one = x.new_ones(1, 1, 1, dtype=torch.int32)
-            given = dict(kv_num_blocks=one, kv_indices=one[..., None], block_q=128, block_kv=128)
-            args = arguments(x, x, x, recipe="sage1", is_causal=True, **(given if lists else {}))
-            return torch.ops.sage.sdpa(*args)[0]
+    def opaque(x):
+        one = x.new_ones(1, 1, 1, dtype=torch.int32)
+        given = dict(kv_num_blocks=one, kv_indices=one[..., None], block_q=128, block_kv=128)
+        args = arguments(x, x, x, recipe="sage1", is_causal=True, **(given if lists else {}))
+        return torch.ops.sage.sdpa(*args)[0]
 
-    program = torch.export.export(Opaque(), (torch.randn(1, 2, 64, 64),))
+    program = torch.export.export(models.Of(opaque), (torch.randn(1, 2, 64, 64),))
     with pytest.raises(ValueError, match="every sage op must be portable .* got `sdpa`, a call of"):
         sage_inductor.aoti_compile_and_package(program)
 
@@ -631,10 +612,8 @@ def test_rewrite_replaces_the_calls_of_a_program_in_place(make, strict):
     assert {s.recipe for s in report} == {"sage2-8b"} and "s" in str(report[0].q[2])
     assert [s.spelling for s in report] == ["SDPA"] + ["SDPA", "softmax"] * (make is Masked)
     assert report[0].mask.startswith("causal") == (make in (Llama, Masked))
-    functions = [t for t in targets(program) if callable(t)]
-    assert all(
-        isinstance(t, torch._ops.OpOverload) or t.__module__ == "_operator" for t in functions
-    )
+    others = [t for t in targets(program) if callable(t) and not isinstance(t, torch._ops.OpOverload)]  # fmt: skip
+    assert all(t.__module__ == "_operator" for t in others)
     assert torch.ops.sage.sdpa.default in targets(program)
     for N in (64, 1, 300):
         args, kwargs = call(model, N)
@@ -649,16 +628,15 @@ def test_what_one_rewrite_left_another_may_take():
     assert all(site.rewritten for site in sage_inductor.rewrite(program, options=EMULATE))
 
 
-class Branches(nn.Module):
-    def forward(self, q):
-        def attend(q):
-            return F.scaled_dot_product_attention(q, q, q)
+def branches(q):
+    def attend(q):
+        return F.scaled_dot_product_attention(q, q, q)
 
-        return torch.cond(q.mean() > 0, attend, torch.sin, (q,))
+    return torch.cond(q.mean() > 0, attend, torch.sin, (q,))
 
 
 def test_in_a_nested_graph_too():
-    program = torch.export.export(Branches(), (torch.randn(1, 2, 40, 32),))
+    program = torch.export.export(models.Of(branches), (torch.randn(1, 2, 40, 32),))
     for options, recipe in ((None, None), (EMULATE, "sage2-8b")):
         assert [s.recipe for s in sage_inductor.rewrite(program, options=options)] == [recipe]
 
@@ -680,17 +658,16 @@ def test_rewritten_programs_can_be_saved(tmp_path):
 
 
 def test_a_call_that_is_an_output_keeps_its_place_in_the_signature():
-    class Model(nn.Module):
-        def forward(self, q, k):
-            one = F.scaled_dot_product_attention(q, k, k)
-            return {"a": one, "b": 3, "c": [q + 1, one]}, F.scaled_dot_product_attention(k, q, q)
+    def model(q, k):
+        one = F.scaled_dot_product_attention(q, k, k)
+        return {"a": one, "b": 3, "c": [q + 1, one]}, F.scaled_dot_product_attention(k, q, q)
 
     q, k = torch.randn(2, 1, 2, 64, 32)
-    program = torch.export.export(Model(), (q, k))
+    program = torch.export.export(models.Of(model), (q, k))
     assert len(sage_inductor.rewrite(program, options=EMULATE).rewritten) == 2
     expected, found = program.module()(q, k), reloaded(program).module()(q, k)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    torch.testing.assert_close(found, Model()(q, k), rtol=0, atol=0.1)
+    torch.testing.assert_close(found, model(q, k), rtol=0, atol=0.1)
 
 
 class Attention(nn.Module):
@@ -715,13 +692,6 @@ class ByModules(nn.Module):
         return self.softmax(x, k) @ k
 
 
-class Own(nn.Module):
-    """Of our own function."""
-
-    def forward(self, q, k, v):
-        return sage_inductor.attention(q, k, v)
-
-
 @pytest.mark.parametrize("strict", [False, True])
 @torch.no_grad()
 def test_a_program_is_decided_by_the_stage_in_force_and_keeps_that(strict):
@@ -729,7 +699,7 @@ def test_a_program_is_decided_by_the_stage_in_force_and_keeps_that(strict):
     q, k, v = torch.randn(3, 1, 2, 64, 32)
     rules = [{"stage": "edge", "recipe": "off"}, {"recipe": "sage1"}]
     for stage, recipe in (("edge", None), (None, "sage1"), ("of no rule", "sage1")):
-        for model in (Attention(), Own()):
+        for model in (Attention(), models.Of(lambda q, k, v: sage_inductor.attention(q, k, v))):
             torch._dynamo.reset()
             with sage_inductor.config.patch(emulate=True, policy=rules):
                 with sage_inductor.stage(stage):
@@ -789,9 +759,8 @@ def test_a_saved_program_outlives_the_sources_that_made_it(monkeypatch):
 def test_rewrite_refuses_what_is_not_its_option():
     model = Masked(128, 32)
     program = export(model, *call(model, 64))
-    with pytest.raises(
-        TypeError, match=r"torch.export.export\(model, inputs\) returns, got Masked"
-    ):
+    message = r"torch.export.export\(model, inputs\) returns, got Masked"
+    with pytest.raises(TypeError, match=message):
         sage_inductor.rewrite(model)
     with pytest.raises(ValueError, match="rewrite takes sage.* options, got .*max_autotune"):
         sage_inductor.rewrite(program, options={"max_autotune": True})

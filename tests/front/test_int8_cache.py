@@ -1,38 +1,25 @@
 """``sage_inductor.Int8Cache``: `generate` of whole models with it, in eager and compiled; what it
 holds; the calls that read its codes; its error."""
 
-import contextlib
 import subprocess
 import sys
 import textwrap
-from unittest import mock
 
 import pytest
 import support
 import torch
 import torch.nn.functional as F
+import transformers
+from support import placeholders, valued
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import (
-    CompileConfig,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    StaticCache,
-)
+from transformers import CompileConfig, Gemma3TextConfig, LlamaConfig, StaticCache
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, StaticLayer
 
 import sage_inductor
 from sage_inductor import Int8Cache
-from sage_inductor.choose import tables
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.integrations.int8_cache import OF_SEQUENCES
-from sage_inductor.ops import gpus
 from sage_inductor.ops.attention.decode import decode
 from sage_inductor.ops.quantize.cache import read_kv
 from sage_inductor.ops.reference import decode as reference
@@ -44,12 +31,11 @@ SIZES = dict(
     intermediate_size=64, vocab_size=50, eos_token_id=None,
 )  # fmt: skip
 FAMILIES = {  # head_dims that are rotated and not, layers with a window of 8 beside others
-    "llama": (LlamaForCausalLM, LlamaConfig, dict(head_dim=64), torch.float16),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=128), torch.bfloat16),
-    "mistral": (MistralForCausalLM, MistralConfig, dict(head_dim=48, sliding_window=None), torch.bfloat16),
+    "llama": ("Llama", dict(head_dim=64), torch.float16),
+    "qwen3": ("Qwen3", dict(head_dim=128), torch.bfloat16),
+    "mistral": ("Mistral", dict(head_dim=48, sliding_window=None), torch.bfloat16),
     "gemma3": (
-        Gemma3ForCausalLM, Gemma3TextConfig,
-        dict(head_dim=32, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+        "Gemma3", dict(head_dim=32, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
         torch.float16,
     ),
 }  # fmt: skip
@@ -57,9 +43,10 @@ N = 40
 
 
 def model_of(family: str):
-    cls, config, sizes, dtype = FAMILIES[family]
+    kind, sizes, dtype = FAMILIES[family]
     torch.manual_seed(0)
-    return cls(config(**SIZES | sizes)).to(dtype).eval()
+    config = getattr(transformers, f"{kind}{'Text' * (kind == 'Gemma3')}Config")(**SIZES | sizes)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
 
 
 def prompt(B: int, length: int = 7, padded: bool = False) -> dict:
@@ -206,11 +193,9 @@ def filled(B=3, D=64, D_v=32, n=10, dtype=torch.float16) -> tuple[Int8Cache, lis
 def read(cache, n: int = 10) -> list:
     """What the first tokens are: a step more is written and taken back."""
     layer = cache.layers[0]
-    k, v = (
-        torch.zeros(len(layer.keys), 2, 1, D).half() for D in (layer.k_head_dim, layer.v_head_dim)
-    )
-    found = cache.layers[0].update(k, v)
-    cache.layers[0].crop(-1)
+    dims = layer.k_head_dim, layer.v_head_dim
+    found = layer.update(*(torch.zeros(len(layer.keys), 2, 1, D).half() for D in dims))
+    layer.crop(-1)
     return [x[:, :, :n] for x in found]
 
 
@@ -229,21 +214,21 @@ def test_a_token_takes_2_d_and_8_bytes_a_head():
 
 def test_sequences_are_chosen_repeated_and_reordered():
     cache, before = filled()
-    places = [getattr(cache.layers[0], name).data_ptr() for name in OF_SEQUENCES]
-    order = torch.tensor([2, 0, 0])
-    cache.layers[0].reorder_cache(order)
+    layer, order = cache.layers[0], torch.tensor([2, 0, 0])
+    places = [getattr(layer, name).data_ptr() for name in OF_SEQUENCES]
+    layer.reorder_cache(order)
     before = [x[order] for x in before]
     check_same(read(cache), before)
-    assert places == [getattr(cache.layers[0], name).data_ptr() for name in OF_SEQUENCES]
-    cache.layers[0].batch_repeat_interleave(2)
+    assert places == [getattr(layer, name).data_ptr() for name in OF_SEQUENCES]
+    layer.batch_repeat_interleave(2)
     before = [x.repeat_interleave(2, 0) for x in before]
     check_same(read(cache), before)
     assert cache.batch_size == 6
-    cache.layers[0].batch_select_indices(torch.tensor([5, 1]))
+    layer.batch_select_indices(torch.tensor([5, 1]))
     check_same(read(cache), [x[[5, 1]] for x in before])
     assert cache.batch_size == 2
     for name in (*OF_SEQUENCES, "cumulative_length"):
-        assert hasattr(getattr(cache.layers[0], name), "_dynamo_static_input_type")
+        assert hasattr(getattr(layer, name), "_dynamo_static_input_type")
 
 
 def test_crop_takes_the_last_tokens_back():
@@ -274,14 +259,11 @@ def test_the_first_keys_fix_the_anchor_until_it_is_reset():
 
 
 def test_other_layers_and_other_caches_are_transformers_own():
-    config = Gemma3TextConfig(**SIZES | FAMILIES["gemma3"][2])
+    config = Gemma3TextConfig(**SIZES | FAMILIES["gemma3"][1])
     sliding, full = Int8Cache(config, N).layers
-    assert type(sliding) is type(StaticCache(config, N).layers[0]) and isinstance(full, StaticLayer)
-    assert (
-        STATIC_LAYER_TYPE_MAPPING["full_attention"]
-        is StaticLayer
-        is type(StaticCache(config, N).layers[1])
-    )
+    of_static = [type(layer) for layer in StaticCache(config, N).layers]
+    assert of_static == [type(sliding), StaticLayer] and isinstance(full, StaticLayer)
+    assert STATIC_LAYER_TYPE_MAPPING["full_attention"] is StaticLayer
     assert Int8Cache(config, N).is_compileable
 
 
@@ -306,17 +288,15 @@ def test_without_transformers_the_other_names_are_there():
         except ModuleNotFoundError as error:
             print(error)
     """
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    found = subprocess.run(command, capture_output=True, text=True)
     assert "transformers" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize("D", [40, 272])
 def test_a_head_dim_that_decode_has_not_is_refused(D):
-    with pytest.raises(
-        ValueError, match=f"head_dim must be a multiple of 16 up to 256, got {D}, 64"
-    ):
+    message = f"head_dim must be a multiple of 16 up to 256, got {D}, 64"
+    with pytest.raises(ValueError, match=message):
         filled(D=D, D_v=64)
 
 
@@ -381,35 +361,23 @@ def test_which_reads_are_of_codes(case, decoded):
 
 @pytest.mark.parametrize("force, capability", [(True, (8, 9)), (False, (8, 9)), (False, (9, 0))])
 def test_on_a_gpu_codes_are_read_where_that_is_forced_or_was_timed(force, capability):
-    with FakeTensorMode(), contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(gpus, "capability", lambda device: capability))
-        stack.enter_context(mock.patch.object(tables, "gpu_name", lambda device: "NVIDIA Test"))
-        empty = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="cuda")  # noqa: E731
-        values = {
-            "q": empty(2, 8, 1, 64, dtype=torch.bfloat16), "codes": empty(2, 2, N, 64, dtype=torch.int8),
-            "scale": empty(2, 2, N, dtype=torch.float32), "mask": empty(2, 1, 1, N, dtype=torch.bool),
-        }  # fmt: skip
-        graph = torch.fx.Graph()
-        nodes = {name: graph.placeholder(name) for name in values}
-        for name, value in values.items():
-            nodes[name].meta["val"] = value
-        k = graph.call_function(
-            torch.ops.sage.read_kv.default,
-            (nodes["codes"], nodes["scale"], None, False, torch.bfloat16),
-        )
-        k.meta["val"] = values["codes"].bfloat16()
-        call = graph.call_function(
-            TARGETS[0], (nodes["q"], k, k, nodes["mask"]), {"enable_gqa": True}
-        )
-        call.meta["val"] = torch.empty_like(values["q"])
-        graph.output(call)
+    graph, shapes = torch.fx.Graph(), ((2, 8, 1, 64), (2, 2, N, 64), (2, 2, N), (2, 1, 1, N))
+    dtypes = torch.bfloat16, torch.int8, torch.float32, torch.bool
+    with FakeTensorMode(), support.on_gpu(capability):
+        values = [torch.empty(x, dtype=y, device="cuda") for x, y in zip(shapes, dtypes)]
+        q, codes, scale, mask = placeholders(graph, values, "val")
+        read = codes, scale, None, False, torch.bfloat16
+        k = graph.call_function(torch.ops.sage.read_kv.default, read)
+        valued(k, values[1].bfloat16(), "val")
+        call = graph.call_function(TARGETS[0], (q, k, k, mask), {"enable_gqa": True})
+        graph.output(valued(call, torch.empty_like(values[0]), "val"))
         gm = torch.fx.GraphModule({}, graph)
         (site,) = rewrite(gm, Settings(force=force))
     (decode,) = [n for n in gm.graph.nodes if n.target is torch.ops.sage.decode.default] or [None]
     if force or capability == (9, 0):
         assert site.reason == ("forced, exact" if force else "exact: k and v are read as codes")
-        assert site.recipe == "decode" and decode.args[1:3] == (nodes["codes"],) * 2
-        assert decode.args[6:8] == (nodes["scale"],) * 2
+        assert site.recipe == "decode" and decode.args[1:3] == (codes,) * 2
+        assert decode.args[6:8] == (scale,) * 2
     else:
         assert site.recipe is None and decode is None
         assert site.reason.endswith("sage::decode for N_q=1 was never timed")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from support import config_anew
+from support import config_anew, run_seen
 
 import sage_inductor
 from sage_inductor import Policy, SageOptionError, config, patterns
@@ -77,19 +77,18 @@ def explain(path=None, **options):
     return sage_inductor.explain(Model(), options=options)(*INPUTS)
 
 
+def compiled(policy, make=Attend, **given):
+    options = EMULATE | {"sage.policy": policy}
+    return torch.compile(make(), backend="sage", options=options, **given)
+
+
 # -- matching ----
 
 
 @pytest.fixture(scope="module")
 def graph():
     graphs = []
-
-    def keep(gm, example_inputs):
-        graphs.append(gm)
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(Model(), backend=keep, fullgraph=True)(*INPUTS)
+    run_seen(Model(), *INPUTS, see=graphs.append)
     return graphs[0]
 
 
@@ -99,11 +98,10 @@ def fits(rule: Rule, module: str, head_dim: int, length: int) -> bool:
     glob = "".join({"*": ".*", "?": "."}.get(part, re.escape(part)) for part in parts)
     glob = re.sub(r"^\.\*\\\.", r"(.*\\.)?", glob)
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", module)
-    layers = range(
-        0 if rule.layer[0] is None else rule.layer[0],
-        1000 if rule.layer[1] is None else rule.layer[1] + 1,
+    layers, lengths = (
+        range(first or 0, 10**6 if last is None else last + 1)
+        for first, last in (rule.layer, rule.length)
     )
-    lengths = range(rule.length[0] or 1, 10**6 if rule.length[1] is None else rule.length[1] + 1)
     return (
         re.fullmatch(glob, module) is not None
         and (rule.layer == (None, None) or (numbers != [] and int(numbers[0]) in layers))
@@ -224,13 +222,11 @@ def test_a_policy_does_not_make_a_call_what_it_cannot_be(tmp_path):
 @torch.no_grad()
 def test_each_side_of_a_length_gets_its_own_graph(tmp_path):
     path = written(tmp_path, {"length": [64, 127], "recipe": "off"}, {"recipe": "sage1"})
-    compiled = torch.compile(
-        Attend(), backend="sage", options={**EMULATE, "sage.policy": path}, dynamic=True
-    )
+    run = compiled(path, dynamic=True)
     for N in (32, 40, 63, 64, 100, 127, 128, 500):
         x = torch.randn(1, 2, N, 16)
         exact = F.scaled_dot_product_attention(x, x, x)
-        assert ((compiled(x, x) - exact).abs().max() < 1e-5) == (64 <= N < 128), N
+        assert ((run(x, x) - exact).abs().max() < 1e-5) == (64 <= N < 128), N
     assert [s.recipe for s in sage_inductor.report()] == ["sage1", None, "sage1"]
 
 
@@ -331,15 +327,12 @@ def test_a_root_call_is_reported_by_what_a_policy_must_say():
 
 
 def warnings(caplog) -> list[str]:
-    return [
-        r.message for r in caplog.records if r.name == "sage_inductor" and r.levelname == "WARNING"
-    ]
+    ours = (r for r in caplog.records if r.name == "sage_inductor")
+    return [r.message for r in ours if r.levelname == "WARNING"]
 
 
 def test_a_rule_that_fits_no_module_is_told_of(caplog):
-    policy = Policy(
-        (Rule("off", module="L.*.attn"), Rule("off", layer=7), Rule("auto", head_dim=9))
-    )
+    policy = [Rule("off", module="L.*.attn"), Rule("off", layer=7), Rule("auto", head_dim=9)]
     line = 'rule 1 of the policy fits no module so far: {"module": "L.*.attn"}; attention is called by '
     report = explain(policy)
     assert f'{line}"", "layers.0.attn", "layers.0.cross", "layers.1.attn", ...' in str(report)
@@ -404,14 +397,11 @@ def test_of_several_numbers_in_a_path_the_first_is_the_layer():
 
 def test_what_is_kept_is_said_in_python_as_in_a_file(tmp_path):
     said = [0.3, {"top_p": 0.9, "dense_first": 226}, {"top_k": 0.3, "similarity": 0}]
-    meant = (
-        Selection(0.3, similarity=0.1),
-        Selection(top_p=0.9, dense_first=226),
-        Selection(0.3, 0, 0),
-    )
+    of_keys = Selection(top_p=0.9, dense_first=226)
+    meant = [Selection(0.3, similarity=0.1), of_keys, Selection(0.3, 0, 0)]
     rules = [{"recipe": "sage1", "keep": keep} for keep in said]
     for each in said, meant:
-        assert [x.keep for x in Policy([Rule("sage1", keep=x) for x in each]).rules] == list(meant)
+        assert [x.keep for x in Policy([Rule("sage1", keep=x) for x in each]).rules] == meant
     assert Policy.load(written(tmp_path, *rules)) == Policy([Rule("sage1", keep=x) for x in meant])
     assert '{"keep": 0.3, "recipe": "sage1"}' in Policy([Rule("sage1", keep=meant[0])]).text()
     with pytest.raises(ValueError, match="beside keep, recipe must be the name of one, got 'auto'"):
@@ -440,10 +430,7 @@ def test_a_policy_is_what_python_says(form):
     with config.patch(policy=FORMS[form]):
         assert [s.recipe for s in explain()] == expected
     x = torch.randn(1, 2, 8, 16)
-    compiled = torch.compile(
-        Attend(), backend="sage", options={**EMULATE, "sage.policy": FORMS[form]}
-    )
-    assert not torch.equal(compiled(x, x), F.scaled_dot_product_attention(x, x, x))
+    assert not torch.equal(compiled(FORMS[form])(x, x), F.scaled_dot_product_attention(x, x, x))
 
 
 def test_a_function_is_told_what_a_call_is():
@@ -452,9 +439,8 @@ def test_a_function_is_told_what_a_call_is():
     assert [(call.module, call.head_dim, call.length) for call in seen] == SITES
     assert [call.layer for call in seen] == [0, 0, 1, 1, 2, 2, None, None]
     assert [call.length_kv for call in seen[:2]] == [40, 7]
-    assert {(call.kind, call.dtype, call.device.type) for call in seen} == {
-        ("full", torch.float32, "cpu")
-    }
+    kinds = {(call.kind, call.dtype, call.device.type) for call in seen}
+    assert kinds == {("full", torch.float32, "cpu")}
 
 
 @torch.no_grad()
@@ -466,11 +452,11 @@ def test_what_a_function_asks_of_a_dynamic_length_is_a_guard():
         recipes.extend(site.recipe for site in rewrite(gm, asked))
         return gm.forward
 
-    compiled = torch.compile(Attend(), backend=backend, dynamic=True)
+    run = torch.compile(Attend(), backend=backend, dynamic=True)
     for N in (32, 40, 64, 500, 63):
         x = torch.randn(1, 2, N, 16)
         exact = F.scaled_dot_product_attention(x, x, x)
-        assert torch.allclose(compiled(x, x), exact, atol=1e-5) == (N >= 64), N
+        assert torch.allclose(run(x, x), exact, atol=1e-5) == (N >= 64), N
     assert recipes == ["sage1", None]
 
 
@@ -483,24 +469,18 @@ def raises(call):
     [
         (Policy, "sage.policy: must be a path, a Policy, a dict, .* got <class"),
         ([{"recipe": "sage4"}], "sage.policy: rule 1: recipe must be one of .* got 'sage4'"),
-        (
-            [{"recipe": "off"}, Rule("off", layer=(3, 1))],
-            "rule 2: layer must not be an empty range",
-        ),
+        ([{"recipe": "off"}, Rule("off", layer=(3, 1))], "rule 2: layer must not be an empty range"),
         ({"rules": []}, "sage.policy: version is missing"),
         ([{"recipe": {1}}], "sage.policy: rule 1: recipe must be one of .* got [{]1}"),
         ([{"recipe": "off", "layer": {1}}], r"rule 1: layer must be .* got \"[{]1}\""),
         (({"recipe": "off", 3: 4},), "sage.policy: rule 1: 3 does not exist"),
-        (
-            lambda call: "sage4",
-            "must return None, .* for CallDescription.module='layers.0.* got 'sage4'",
-        ),
+        (lambda call: "sage4", "must return None, .* for CallDescription.module='layers.0.* got 'sage4'"),
         (raises, "the function raised KeyError: 'layers.0.attn', for CallDescription"),
     ],
-)
+)  # fmt: skip
 def test_a_policy_in_python_that_cannot_be_is_refused(policy, message):
     with pytest.raises(SageOptionError, match=message):
-        torch.compile(Model(), backend="sage", options={**EMULATE, "sage.policy": policy})(*INPUTS)
+        compiled(policy, Model)(*INPUTS)
     with pytest.raises(ValueError, match="Policy: rule 1: must be a Rule, got 3"):
         Policy([3])
     with pytest.raises(ValueError, match="recipe must be one of .* got 'sage4'"):
@@ -514,9 +494,8 @@ def test_under_inductor_a_functions_answers_are_asked_for_anew():
     for recipe in ("sage1", "sage2-8b"):
         answers["recipe"] = recipe
         torch._dynamo.reset()
-        with config.patch(
-            rewrite_inductor=True, emulate=True, policy=lambda call: answers["recipe"]
-        ):
+        answer = lambda call: answers["recipe"]  # noqa: E731
+        with config.patch(rewrite_inductor=True, emulate=True, policy=answer):
             assert SagePass().uuid() is None
             outs.append(torch.compile(Attend(), backend="inductor")(x, x))
         assert [s.recipe for s in sage_inductor.report()] == [recipe]
@@ -539,17 +518,13 @@ def test_options_before_the_config_before_none(tmp_path):
     assert config.policy == ""
 
 
-def test_one_rule_is_a_policy():
-    with config.patch(policy=Rule("off", module="*.cross")):
-        assert [s.recipe for s in explain()] == [
-            s.recipe for s in explain(Rule("off", module="*.cross"))
-        ]
+def test_one_rule_is_a_policy_and_keeps_one_layer_as_a_range_and_one_head_dim_as_a_tuple():
+    rule = Rule("off", module="*.cross")
+    with config.patch(policy=rule):
+        assert [s.recipe for s in explain()] == [s.recipe for s in explain(rule)]
         assert explain()[1].reason == "the policy says off (rule 1)"
     with pytest.raises(ValueError, match="config.policy: .*rule 1: length must be"):
         config.policy = Rule("off", length=5)
-
-
-def test_a_rule_keeps_one_layer_as_a_range_and_one_head_dim_as_a_tuple():
     rule = Rule("off", layer=1, head_dim=64)
     assert rule == Rule("off", layer=(1, 1), head_dim=(64,))
     assert rule.fits("a.1.b", 64, lambda n: True) and not rule.fits("a.2.b", 64, lambda n: True)
@@ -582,12 +557,8 @@ def test_the_environment_sets_the_policy(tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_exported_programs_are_decided_by_their_examples(tmp_path):
-    path = written(
-        tmp_path,
-        {"layer": 1, "recipe": "off"},
-        {"length": [40, 40], "recipe": "sage1"},
-        {"recipe": "sage1-per-token"},
-    )
+    rules = {"layer": 1, "recipe": "off"}, {"length": [40, 40], "recipe": "sage1"}
+    path = written(tmp_path, *rules, {"recipe": "sage1-per-token"})
     N = torch.export.Dim("N", min=2, max=100)
     shapes = {"x": {2: N}, "context": None}
     program = torch.export.export(Model(), INPUTS, dynamic_shapes=shapes)
@@ -613,67 +584,56 @@ INVALID = {  # text, line, reason
     "key": ('{"version": 1,\n"rule": []}', 2, "rule does not exist: did you mean rules?"),
     "twice": ('{"version": 1, "rules": [],\n"rules": []}', 2, "rules is given 2 times"),
 }
-FRACTION = "{} must be a fraction, 0 to 1, got {}"
-AMOUNT = "rule pooled must be given at least one of top_k, top_p, above 0, got {}"
-SLA = "rule sla must be given one of top_k, sparsity, above 0, got {}"
+FRACTION = "{} must be a fraction, 0 to 1"
+AMOUNT = "rule pooled must be given at least one of top_k, top_p, above 0"
 RANGES = (
     "dense must be a list of ranges [from, to] of tokens, none of them empty: numbers, below 0 "
-    "from the end on, and to may be null, got {}"
+    "from the end on, and to may be null"
 )
+
+
+def got(key: str, reason: str, *values: str) -> dict:
+    return {f'"{key}": {x}': f"{reason}, got {x}" for x in values}
+
+
+def kept(key: str, reason: str, *values: str, beside='"top_k": 0.3, ') -> dict:
+    return {f'"keep": {{{beside}"{key}": {x}}}': f"{reason}, got {x}" for x in values}
+
+
 RULES = {  # the rule's second line, reason
     '"modul": "*"': "modul does not exist: did you mean module?",
     '"recipe": "sage1"': "recipe is given 2 times",
     '"module": 3': "module must be a string, got 3",
-    '"layer": "3"': 'layer must be a number or [from, to], numbers from 0 on or null, got "3"',
-    '"layer": -1': "layer must be a number or [from, to], numbers from 0 on or null, got -1",
-    '"layer": true': "layer must be a number or [from, to], numbers from 0 on or null, got true",
-    '"layer": [1, 2, 3]': "layer must be a number or [from, to], numbers from 0 on or null, got [1, 2, 3]",
-    '"layer": [4, 3]': "layer must not be an empty range, got [4, 3]",
-    '"head_dim": 0': "head_dim must be a number of 1 to 256, or a list of such, got 0",
-    '"head_dim": []': "head_dim must be a number of 1 to 256, or a list of such, got []",
-    '"head_dim": [64, 1.5]': "head_dim must be a number of 1 to 256, or a list of such, got [64, 1.5]",
-    '"length": 64': "length must be [from, to], numbers from 1 on or null, got 64",
-    '"length": [0, 64]': "length must be [from, to], numbers from 1 on or null, got [0, 64]",
-    '"length": [128, 64]': "length must not be an empty range, got [128, 64]",
+    **got("layer", "layer must be a number or [from, to], numbers from 0 on or null", '"3"', "-1", "true", "[1, 2, 3]"),
+    **got("layer", "layer must not be an empty range", "[4, 3]"),
+    **got("head_dim", "head_dim must be a number of 1 to 256, or a list of such", "0", "[]", "[64, 1.5]"),
+    **got("length", "length must be [from, to], numbers from 1 on or null", "64", "[0, 64]"),
+    **got("length", "length must not be an empty range", "[128, 64]"),
     '"length": [128,\n  64]': "length must not be an empty range, got [128, 64]",
     '"stage": ""': "a stage must have a name that is a string, or be None, got ''",
-    '"keep": 0': AMOUNT.format("0"),
-    '"keep": 1.5': FRACTION.format("top_k", "1.5"),
-    '"keep": NaN': FRACTION.format("top_k", "NaN"),
-    '"keep": true': FRACTION.format("top_k", "true"),
-    '"keep": [0.3]': FRACTION.format("top_k", "[0.3]"),
-    '"keep": {}': AMOUNT.format("{}"),
-    '"keep": {"similarity": 0.3}': AMOUNT.format('{"similarity": 0.3}'),
-    '"keep": {"top_k": 0.3, "top_p": -0.1}': FRACTION.format("top_p", "-0.1"),
-    '"keep": {"top_k": 0.3, "dense_first": 0.5}': "dense_first must be a number of tokens, got 0.5",
-    '"keep": {"top_k": 0.3, "dense_last": -1}': "dense_last must be a number of tokens, got -1",
-    '"keep": {"rule": "sea"}': 'rule must be one of pooled, sla, vsa, sol, error, got "sea"',
-    '"keep": {"rule": ["sla"]}': 'rule must be one of pooled, sla, vsa, sol, error, got ["sla"]',
-    '"keep": {"rule": "sla"}': SLA.format('{"rule": "sla"}'),
-    '"keep": {"rule": "sla", "top_k": 0}': SLA.format('{"rule": "sla", "top_k": 0}'),
-    '"keep": {"rule": "sla", "top_k": 0.1, "sparsity": 0.9}':
-        SLA.format('{"rule": "sla", "top_k": 0.1, "sparsity": 0.9}'),
+    **got("keep", AMOUNT, "0", "{}", '{"similarity": 0.3}'),
+    **got("keep", FRACTION.format("top_k"), "1.5", "NaN", "true", "[0.3]"),
+    **kept("top_p", FRACTION.format("top_p"), "-0.1"),
+    **kept("dense_first", "dense_first must be a number of tokens", "0.5"),
+    **kept("dense_last", "dense_last must be a number of tokens", "-1"),
+    **kept("rule", "rule must be one of pooled, sla, vsa, sol, error", '"sea"', '["sla"]', beside=""),
+    **got("keep", "rule sla must be given one of top_k, sparsity, above 0", '{"rule": "sla"}',
+          '{"rule": "sla", "top_k": 0}', '{"rule": "sla", "top_k": 0.1, "sparsity": 0.9}'),
     '"keep": {"rule": "sla", "top_p": 0.9}':
         "rule sla takes top_k, sparsity, scores, dense, blocks, layout, cube, tail, tail_block, got top_p",
     '"keep": {"top_k": 0.3, "scores": "fp32"}':
         "rule pooled takes top_k, top_p, similarity, dense_first, dense_last, dense, blocks, layout, cube, tail, tail_block, got scores",
-    '"keep": {"rule": "sla", "sparsity": 1.5}': FRACTION.format("sparsity", "1.5"),
-    '"keep": {"rule": "sla", "top_k": 1, "scores": "bf16"}':
-        'scores must be as_trained or fp32, got "bf16"',
-    '"keep": {"top_k": 0.3, "blocks": [64, 32]}':
-        "blocks must be [queries, keys], each 64 or 128, got [64, 32]",
-    '"keep": {"top_k": 0.3, "blocks": 64}': "blocks must be [queries, keys], each 64 or 128, got 64",
-    '"keep": {"top_k": 0.3, "dense": [0, 5]}': RANGES.format("[0, 5]"),
-    '"keep": {"top_k": 0.3, "dense": [[5, 5]]}': RANGES.format("[[5, 5]]"),
-    '"keep": {"top_k": 0.3, "dense": [[null, 5]]}': RANGES.format("[[null, 5]]"),
-    '"keep": {"top_k": 0.3, "dense": [[-5, -9]]}': RANGES.format("[[-5, -9]]"),
+    **kept("sparsity", FRACTION.format("sparsity"), "1.5", beside='"rule": "sla", '),
+    **kept("scores", "scores must be as_trained or fp32", '"bf16"', beside='"rule": "sla", "top_k": 1, '),
+    **kept("blocks", "blocks must be [queries, keys], each 64 or 128", "[64, 32]", "64"),
+    **kept("dense", RANGES, "[0, 5]", "[[5, 5]]", "[[null, 5]]", "[[-5, -9]]"),
     '"keep": {"rule": "vsa"}': 'rule vsa must be given sparsity, got {"rule": "vsa"}',
     '"keep": {"rule": "vsa", "top_k": 0.1}':
         "rule vsa takes sparsity, scores, segments, mode, dense, blocks, layout, cube, tail, tail_block, got top_k",
     '"keep": {"rule": "sol", "tau": 1, "top_k": 0.1}': "rule sol takes tau, dense, blocks, layout, cube, tail, tail_block, got top_k",
-    '"keep": {"rule": "sol", "tau": NaN}': "tau must be a number, got NaN",
-    '"keep": {"top_k": 0.3, "tail": 1}': "tail must be true or false, got 1",
-    '"keep": {"top_k": 0.3, "tail": true, "tail_block": 16}': "tail_block must be of (32, 64), got 16",
+    **kept("tau", "tau must be a number", "NaN", beside='"rule": "sol", '),
+    **kept("tail", "tail must be true or false", "1"),
+    **kept("tail_block", "tail_block must be of (32, 64)", "16", beside='"top_k": 0.3, "tail": true, '),
     '"keep": {"top_k": 0.3, "tail_block": 32}':
         'tail_block needs a tail, got {"top_k": 0.3, "tail_block": 32}',
     '"keep": {"rule": "vsa", "sparsity": 0.9, "layout": [4, 6, 4]}': "rule vsa must be given a "
@@ -752,9 +712,8 @@ def test_a_running_service_keeps_its_policy(tmp_path, monkeypatch, caplog):
     (tmp_path / "elsewhere").mkdir()
     written(tmp_path / "elsewhere", {"recipe": "off"})
     monkeypatch.chdir(tmp_path)
-    options = {**EMULATE, "sage.policy": "policy.json"}
     with config.patch(policy="policy.json", emulate=True):
-        by_option = torch.compile(Attend(), backend="sage", options=options, dynamic=False)
+        by_option = compiled("policy.json", dynamic=False)
         by_config = torch.compile(Attend(), backend="sage", dynamic=False)
         for i, change in enumerate((None, "{", None, "gone")):
             if change is not None:
@@ -776,9 +735,7 @@ def test_a_running_service_keeps_its_policy(tmp_path, monkeypatch, caplog):
 def test_graphs_of_a_model_have_one_policy_whatever_becomes_of_the_file(change, tmp_path, caplog):
     path = written(tmp_path, {"recipe": "sage1"})
     with config.patch(policy=path, emulate=True):
-        by_option = torch.compile(
-            Attend(), backend="sage", options={**EMULATE, "sage.policy": path}, dynamic=False
-        )
+        by_option = compiled(path, dynamic=False)
         by_config = torch.compile(Attend(), backend="sage", dynamic=False)
         for N in (8, 9, 10):
             x = torch.randn(1, 2, N, 16)
@@ -793,9 +750,8 @@ def test_graphs_of_a_model_have_one_policy_whatever_becomes_of_the_file(change, 
 
 
 def test_a_changed_file_is_read_anew_after_a_reset(tmp_path, by_inductor):
-    options = {**EMULATE, "sage.policy": written(tmp_path, {"recipe": "sage1"})}
     x, outs = torch.randn(1, 2, 64, 64), {}
-    f = torch.compile(Attend(), backend="sage", options=options)
+    f = compiled(written(tmp_path, {"recipe": "sage1"}))
     for recipe in ("sage1", "sage2-8b", "sage1"):
         written(tmp_path, {"recipe": recipe})
         torch._dynamo.reset()

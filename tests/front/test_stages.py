@@ -13,15 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import sage_inductor
-from sage_inductor import (
-    Policy,
-    Rule,
-    SageOptionError,
-    SageRefused,
-    Schedule,
-    backend,
-    config,
-)
+from sage_inductor import Policy, Rule, SageOptionError, SageRefused, Schedule, backend, config
 from sage_inductor.choose.decide import decide
 from sage_inductor.ops.notes import warn_once
 from sage_inductor.session import session
@@ -69,9 +61,8 @@ class Model(torch.nn.Module):
 
 
 def options(policy=THREE, **given) -> dict:
-    return {"sage.policy": policy, "sage.emulate": True} | {
-        f"sage.{k}": v for k, v in given.items()
-    }
+    given = {"policy": policy, "emulate": True} | given
+    return {f"sage.{k}": v for k, v in given.items()}
 
 
 def compiled(model, policy=THREE, **given):
@@ -162,21 +153,18 @@ def test_what_is_equal_in_two_stages_is_compiled_once(compilations, monkeypatch)
 
     monkeypatch.setattr(backend, "decide", timed)
     policy = [
-        {"stage": "edge", "recipe": "off"},
-        {"stage": "same", "recipe": "sage2-4b"},
+        {"stage": "edge", "recipe": "off"}, {"stage": "same", "recipe": "sage2-4b"},
         {"stage": "end", "recipe": "off"},
-        {"stage": "elsewhere", "module": "decoder.*", "recipe": "off"},
-        {"recipe": "sage2-4b"},
-    ]
+        {"stage": "elsewhere", "module": "decoder.*", "recipe": "off"}, {"recipe": "sage2-4b"},
+    ]  # fmt: skip
     x = torch.randn(1, 2, 70, 32)
     run = compiled(Model(), policy)
     for stage, like in (("same", None), ("end", "edge"), ("elsewhere", None)):
         torch.testing.assert_close(in_stage(stage, run, x), in_stage(like, run, x), rtol=0, atol=0)
     assert len(compilations) == 2
     found = {(site.stage, site.recipe) for site in sage_inductor.report()}
-    assert found == {
-        (None, "sage2-4b"), ("same", "sage2-4b"), ("edge", None), ("end", None)
-    }  # of "same" another rule is the reason  # fmt: skip
+    # Of "same" another rule is the reason.
+    assert found == {(None, "sage2-4b"), ("same", "sage2-4b"), ("edge", None), ("end", None)}
 
 
 def test_where_no_stage_changes_a_graph_nothing_is_looked_up_when_it_runs(monkeypatch):
@@ -215,11 +203,8 @@ def test_gradients_are_of_the_stage_that_ran(checkpointed):
 
     exact = gradients(model)
     for stage in ("edge", None, "edge"):
-        errors = [
-            relative_l1(*each) for each in zip(in_stage(stage, gradients, run), exact, strict=True)
-        ]
-        assert (max(errors) < 1e-4) == (stage == "edge"), errors
-        assert max(errors) < 0.5
+        error = max(map(relative_l1, in_stage(stage, gradients, run), exact))
+        assert (error < 1e-4) == (stage == "edge") and error < 0.5, error
         torch.testing.assert_close(cotangent, kept, rtol=0, atol=0)
 
 
@@ -348,10 +333,8 @@ def test_an_eager_call_is_decided_in_the_stage_in_force():
 
 
 def test_under_inductor_rules_of_a_stage_never_hold_and_a_warning_says_so(caplog):
-    model, x = Model(), torch.randn(1, 2, 70, 32)
-    with config.patch(
-        rewrite_inductor=True, emulate=True, policy=Policy([Rule("off", stage="edge")])
-    ):
+    model, x, policy = Model(), torch.randn(1, 2, 70, 32), Policy([Rule("off", stage="edge")])
+    with config.patch(rewrite_inductor=True, emulate=True, policy=policy):
         run = torch.compile(model, backend="inductor")
         in_stage("edge", run, x)
         assert relative_l1(in_stage("edge", run, x), model(x)) > 1e-3
@@ -372,14 +355,10 @@ def test_stages_keep_the_blocks_of_their_own_rules():
     model, x = Model(), torch.randn(1, 2, 700, 32).cumsum(2) / 4
     run = compiled(model, policy)
     in_stage("middle", run, x)  # the first call compiles all
-    told = [
-        (site.stage, site.module, site.decision.selection and site.decision.selection.top_k)
-        for site in sage_inductor.report()
-    ]
-    assert told == [
-        (None, "layers.0", 0.3), (None, "layers.1", 0.3), ("edge", "layers.0", None),
-        ("edge", "layers.1", None), ("middle", "layers.1", 0.1),
-    ]  # fmt: skip
+    sites = [(x.stage, x.module[-1], x.decision.selection) for x in sage_inductor.report()]
+    told = [(stage, layer, selection and selection.top_k) for stage, layer, selection in sites]
+    edge = [("edge", "0", None), ("edge", "1", None)]
+    assert told == [(None, "0", 0.3), (None, "1", 0.3), *edge, ("middle", "1", 0.1)]
     found = {stage: in_stage(stage, run, x) for stage in ("middle", None, "edge")}
     for stage, rules in alone.items():
         torch._dynamo.reset()
@@ -392,11 +371,10 @@ def test_stages_keep_the_blocks_of_their_own_rules():
 def test_strict_is_about_every_stage():
     policy = [{"stage": "edge", "recipe": "sage1"}, {"recipe": "off"}]
     x = torch.randn(1, 2, 70, 32)
-    given = {"emulate": False, "strict": True}
-    with pytest.raises(
-        SageRefused, match=r"2 attention calls stay as they were: layers\.\* x2: on CPU"
-    ):
-        torch.compile(Model(), backend="sage", options=options(policy, **given))(x)
+    given = options(policy, emulate=False, strict=True)
+    message = r"2 attention calls stay as they were: layers\.\* x2: on CPU"
+    with pytest.raises(SageRefused, match=message):
+        torch.compile(Model(), backend="sage", options=given)(x)
 
 
 def test_a_stage_that_begins_in_a_compiled_function_is_the_one_that_runs():
@@ -436,10 +414,8 @@ def contained():
 def test_a_schedule_names_the_stage_of_each_step_and_rewinds_itself(contained, caplog):
     schedule = Schedule(edge=(3, 2), warm=(4, 0))
     for steps in (10, 5, 4, 12):
-        expected = [
-            "edge" if i < 3 or i >= steps - 2 else "warm" if i < 4 else None for i in range(steps)
-        ]
-        assert stages_of(schedule, steps) == expected
+        at = lambda i: "edge" if i < 3 or i >= steps - 2 else "warm" if i < 4 else None  # noqa: B023, E731
+        assert stages_of(schedule, steps) == list(map(at, range(steps)))
     assert current() == "edge"
     for ends, expected in (((0, 1), [None, None, "end"]), ((1, 0), ["end", None, None])):
         schedule = Schedule(end=ends)
@@ -487,12 +463,10 @@ def test_a_schedule_that_another_thread_made_begins_with_its_block(contained, ca
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "given", [{"edge": 5}, {"edge": (1, -1)}, {"edge": (1, 2, 3)}, {"edge": (0.1, 0)}]
-)
-def test_a_schedule_of_anything_else_than_two_numbers_is_refused(given):
+@pytest.mark.parametrize("edge", [5, (1, -1), (1, 2, 3), (0.1, 0)])
+def test_a_schedule_of_anything_else_than_two_numbers_is_refused(edge):
     with pytest.raises(ValueError, match="^Schedule: "):
-        Schedule(**given)
+        Schedule(edge=edge)
 
 
 def test_a_pipeline_that_does_not_know_its_steps_is_refused(contained):

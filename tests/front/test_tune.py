@@ -71,9 +71,8 @@ def clock(case, rounds=3):
     B, H, N, _ = case.shape.q
     sdpa = B * H * N * case.shape.k[2] * 1e-9
     ours = 2 * sdpa if case.shape.band == Band(None, 0) else 0.1 + sdpa / 2
-    return {"CUDNN_ATTENTION": sdpa, "FLASH_ATTENTION": 2 * sdpa} | dict.fromkeys(
-        case.candidates, ours
-    )
+    sdpas = {"CUDNN_ATTENTION": sdpa, "FLASH_ATTENTION": 2 * sdpa}
+    return sdpas | dict.fromkeys(case.candidates, ours)
 
 
 def tuned(gpu, head_dims=(64,), kinds=("full",)):
@@ -146,9 +145,7 @@ def family(**given):
         ("{", "Expecting property name"),
     ],
 )
-def test_a_table_written_otherwise_is_ignored_as_a_whole_with_a_warning(
-    gpu, change, reason, caplog
-):
+def test_a_table_written_otherwise_is_ignored_as_a_whole(gpu, change, reason, caplog):
     before = predicted()
     path = tables.path_of(GPU)
     path.write_text(json.dumps(tuned(gpu).to_json()))
@@ -185,15 +182,13 @@ def test_environments_keep_their_tables_apart(gpu, monkeypatch, caplog):
 
 @pytest.mark.parametrize("error", [None, RuntimeError, PermissionError])
 def test_a_folder_that_cannot_be_read_is_ignored_with_one_warning(
-    gpu, error, caplog, monkeypatch, tmp_path
+    gpu, no_folder, error, caplog, monkeypatch
 ):
     """A file is in its place, or there is no home."""
 
     def home():
         raise error("Could not determine home directory.")
 
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
     if error:
         monkeypatch.delenv("SAGE_INDUCTOR_TABLES")
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -313,9 +308,14 @@ def test_what_was_measured_before_an_interruption_is_kept(gpu, monkeypatch):
     assert set(tables.known(GPU)[0].families) == {FULL_64}
 
 
-def test_a_folder_that_cannot_be_written_is_known_before_measuring(
-    gpu, monkeypatch, tmp_path, capsys
-):
+@pytest.fixture
+def no_folder(monkeypatch, tmp_path):
+    """A file is where the folder of tables would be."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_measuring(gpu, request, capsys):
     path = tables.save(tuned(gpu))
     before = path.read_text()
     tables.check_file(tables.place_of(GPU))
@@ -323,8 +323,7 @@ def test_a_folder_that_cannot_be_written_is_known_before_measuring(
     path.unlink()
     tables.check_file(tables.place_of(GPU))
     assert not path.exists()
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
+    request.getfixturevalue("no_folder")
     assert main(["tune"]) == 2
     error = capsys.readouterr().err
     assert "the table cannot be written" in error and "$SAGE_INDUCTOR_TABLES" in error
@@ -398,8 +397,8 @@ def test_a_rotated_recipe_takes_the_times_without_rotation_until_it_is_timed():
 
 def test_the_narrowest_family_stands_for_a_call(gpu):
     wide, narrow = Family(128, 128, "full"), Family(112, 112, "full")
-    families = {each: tuned(gpu).families[FULL_64] for each in (wide, narrow, wide)}
-    table = Table(GPU, gpus.Gpu((9, 0), 132), families)
+    times = tuned(gpu).families[FULL_64]
+    table = Table(GPU, gpus.Gpu((9, 0), 132), {wide: times, narrow: times})
     assert table.find(Family(104, 104, "full"), *PER_TOKEN) == narrow
     assert table.find(Family(120, 120, "full"), *PER_TOKEN) == wide
 
@@ -421,9 +420,8 @@ def test_a_narrower_kernel_of_sdpas_takes_less_time(measured_D, D, cudnn, flash,
     wide, narrow = (Family(each, each, "full") for each in (measured_D, D))
     by_tile, rivals = families.fits(table, wide, *PER_TOKEN)
     found = table.predict(narrow, *PER_TOKEN, LONG)
-    assert found.ours == by_tile[families._warpgroups(table.device, narrow, *PER_TOKEN, LONG)].ms(
-        LONG, of_q=read
-    )
+    fit = by_tile[families._warpgroups(table.device, narrow, *PER_TOKEN, LONG)]
+    assert found.ours == fit.ms(LONG, of_q=read)
     computed = {"CUDNN_ATTENTION": cudnn, "FLASH_ATTENTION": flash}
     times = {name: fit.ms(LONG, computed[name], read, read) for name, fit in rivals.items()}
     assert times.keys() == computed.keys() and found.sdpa == pytest.approx(min(times.values()))
@@ -475,27 +473,26 @@ def test_a_fit_is_told_which_kernels_cut_tiles(flash, gpu, monkeypatch):
         assert rest and {fit.dealt for fit in rest} <= of_flash
 
 
+ROTATED, FAR = "sage2-8b-rotated", (1, 1, 1, 30465, 30465)
+
+
 @pytest.mark.parametrize(
     "dims, kind, recipe, sizes, expected",
     [
-        ((64, 64), "causal", "sage2-8b-rotated", (11, 1, 1, 14336, 14336, None, 0), 3),
-        ((64, 64), "causal", "sage2-8b-rotated", (11, 1, 1, 11264, 11264, None, 0), 1),
-        ((64, 64), "causal", "sage2-8b", (11, 1, 1, 14336, 14336, None, 0), 0),
-        ((64, 64), "keys", "sage2-8b-rotated", (1, 1, 1, 1000, 1023), 0),
-        ((64, 128), "full", "sage2-8b-rotated", (1, 1, 1, 30465, 1000), 1),
-        ((64, 64), "full", "sage2-8b-rotated", (1, 1, 1, 1088, 3520), 3),
-        ((64, 64), "full", "sage2-8b-rotated", (1, 4, 4, 1088, 3520), 1),
-        ((128, 128), "full", "sage2-8b-rotated", (1, 4, 4, 1152, 4672), 2),
-        ((128, 128), "full", "sage2-8b-rotated", (1, 1, 1, 16064, 16064, None, 9), 1),
-        ((128, 128), "full", "sage2-8b-rotated", (1, 1, 1, 30465, 30465), 3),
-        ((128, 128), "keys", "sage2-8b-rotated", (1, 1, 1, 30465, 30465), 1),
-        ((128, 128), "bias", "sage2-8b-rotated", (1, 1, 1, 30465, 30465), 0),
-        ((128, 128), "mask", "sage1-per-token", (1, 1, 1, 30465, 30465), 0),
-        ((128, 128), "window", "sage2-8b-rotated", (8, 9, 9, 60000, 60000, 57342, 0), 1),
-        ((128, 128), "window", "sage2-8b-rotated", (8, 9, 9, 60000, 60000, 57343, 0), 3),
+        (64, "causal", ROTATED, (11, 1, 1, 14336, 14336, None, 0), 3),
+        (64, "causal", ROTATED, (11, 1, 1, 11264, 11264, None, 0), 1),
+        (64, "causal", "sage2-8b", (11, 1, 1, 14336, 14336, None, 0), 0),
+        (64, "keys", ROTATED, (1, 1, 1, 1000, 1023), 0), ((64, 128), "full", ROTATED, (1, 1, 1, 30465, 1000), 1),
+        (64, "full", ROTATED, (1, 1, 1, 1088, 3520), 3), (64, "full", ROTATED, (1, 4, 4, 1088, 3520), 1),
+        (128, "full", ROTATED, (1, 4, 4, 1152, 4672), 2), (128, "full", ROTATED, (1, 1, 1, 16064, 16064, None, 9), 1),
+        (128, "full", ROTATED, FAR, 3), (128, "keys", ROTATED, FAR, 1), (128, "bias", ROTATED, FAR, 0),
+        (128, "mask", "sage1-per-token", FAR, 0),
+        (128, "window", ROTATED, (8, 9, 9, 60000, 60000, 57342, 0), 1),
+        (128, "window", ROTATED, (8, 9, 9, 60000, 60000, 57343, 0), 3),
     ],
-)
+)  # fmt: skip
 def test_a_size_is_of_the_tile_that_it_runs_with(dims, kind, recipe, sizes, expected):
+    dims = dims if isinstance(dims, tuple) else (dims, dims)
     gpu, family, sizes = gpus.Gpu((9, 0), 132), Family(*dims, kind), Sizes(*sizes)
     assert families._warpgroups(gpu, family, recipe, sizes) == expected
     other = gpus.Gpu((8, 9), 132)
@@ -632,9 +629,8 @@ def test_times_of_too_few_sizes_predict_nothing(gpu):
         for name, timed_ones in of.items():
             for each in timed_ones:
                 times[each][name] = 1.0
-        tables._of_this_process[GPU, families.flash_attention()] = Table(
-            GPU, gpus.Gpu((9, 0), 132), {NEW: times}
-        )
+        table = Table(GPU, gpus.Gpu((9, 0), 132), {NEW: times})
+        tables._of_this_process[GPU, families.flash_attention()] = table
         assert (predicted(NEW, recipe="sage1") is not None) == known
         assert bool(lines(tables.known(GPU)[0])) == known
 
@@ -828,21 +824,15 @@ def test_what_this_process_has_measured_stays_in_force_in_it(timed, gpu):
     """As the ranks of a job have agreed, whatever their hosts' tables say later."""
     assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None
     before, (table, *_) = predicted(NEW), tables.known(GPU)
-    twice = {
-        sizes: {name: 2 * each for name, each in ms.items()}
-        for sizes, ms in table.families[NEW].items()
-    }
+    of_new = table.families[NEW]
+    twice = {x: {name: 2 * each for name, each in ms.items()} for x, ms in of_new.items()}
     tables.save(dataclasses.replace(table, families={NEW: twice}))
     assert predicted(NEW) == before
     as_another_process()
     assert predicted(NEW).ours == pytest.approx(2 * before.ours)
 
 
-def test_where_nothing_can_be_written_it_is_known_in_this_process(
-    timed, gpu, monkeypatch, tmp_path, caplog
-):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path / "file"))
+def test_where_nothing_can_be_written_it_is_known_in_this_process(timed, gpu, no_folder, caplog):
     assert timing.calibrate(gpu, NEW, *PER_TOKEN) is None
     assert predicted(NEW).wins and "is kept for this process alone" in caplog.text
     assert timing.calibrate(gpu, Family(40, 24, "full"), *PER_TOKEN) is None
@@ -908,9 +898,8 @@ def on_cpu(monkeypatch):
 
     def sdpa(q, k, v, attn_mask, is_causal, **kwargs):
         assert attn_mask is None or not is_causal  # an error on CUDA, CPU's takes both
-        return torch.ops.aten.scaled_dot_product_attention(
-            q, k, v, attn_mask, is_causal=is_causal, **kwargs
-        )
+        given = dict(is_causal=is_causal, **kwargs)
+        return torch.ops.aten.scaled_dot_product_attention(q, k, v, attn_mask, **given)
 
     monkeypatch.setattr(timing.F, "scaled_dot_product_attention", sdpa)
     monkeypatch.setattr(timing, "sdpa_kernel", lambda backend: lambda function: function)
@@ -924,15 +913,11 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize(
     "asked, count",
     [
-        (case(), 2),
-        (case(band=Band(None, 0)), 2),
-        (case(band=Band(16, 0)), 3),
-        (case((2, 1, 1, 64), torch.bool), 3),
-        (case((96, 64), torch.bool, Band(None, 0)), 3),
-        (case((1, 4, 96, 64), torch.float16, Band(16, 3)), 3),
-        (case(D_v=16), 3),
+        (case(), 2), (case(band=Band(None, 0)), 2), (case(band=Band(16, 0)), 3),
+        (case((2, 1, 1, 64), torch.bool), 3), (case((96, 64), torch.bool, Band(None, 0)), 3),
+        (case((1, 4, 96, 64), torch.float16, Band(16, 3)), 3), (case(D_v=16), 3),
     ],
-)
+)  # fmt: skip
 def test_all_that_is_timed_is_the_same_attention(asked, count, on_cpu):
     assert set(timing.benchmark(asked)) == {name for name, _ in on_cpu}
     exact = on_cpu[0][1].float()
@@ -1007,10 +992,9 @@ def test_the_kernels_of_a_step_are_all_compiled_before(on_cpu, monkeypatch):
         threads.append(threading.get_ident())
         return lambda q, k, v, *_: (Launches.apply(q, k, v),)
 
+    grad = functools.partial(torch.autograd.grad, allow_unused=True)
     monkeypatch.setattr(timing, "training_op", training_op)
-    monkeypatch.setattr(
-        torch.autograd, "grad", functools.partial(torch.autograd.grad, allow_unused=True)
-    )
+    monkeypatch.setattr(torch.autograd, "grad", grad)
     timing.start_compiling([TRAINS])
     assert [each.kernel for each in given[0]] == ["forward", "backward"]
     assert len(set(threads)) == 1 and threads[0] != threading.get_ident()
@@ -1053,19 +1037,16 @@ def test_each_tile_is_timed_as_such(on_cpu, monkeypatch):
     found = timing.benchmark(case()._replace(candidates=candidates))
     assert tuple(found) == ("CUDNN_ATTENTION", "FLASH_ATTENTION", *candidates)
     assert [call.warpgroups for call in told] == [0, 2, 3, None]
-    assert {(call.recipe, call.portable) for call in told} == {
-        (NAMED["sage2-8b-rotated"].encode(), False)
-    }
+    recipe = NAMED["sage2-8b-rotated"].encode()
+    assert {(call.recipe, call.portable) for call in told} == {(recipe, False)}
 
 
 def test_what_fails_has_its_error_instead_of_a_time(on_cpu, monkeypatch):
     medians, (rows, accurate) = timing.time_calls, case().candidates
-    monkeypatch.setattr(
-        timing, "time_calls", lambda calls, n: medians(calls, n) | {accurate: OSError("a\nb")}
-    )
-    assert timing.benchmark(case()) == {
-        "CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.0, rows: 1.0, accurate: "OSError: a"
-    }  # fmt: skip
+    failing = lambda calls, n: medians(calls, n) | {accurate: OSError("a\nb")}  # noqa: E731
+    monkeypatch.setattr(timing, "time_calls", failing)
+    times = {"CUDNN_ATTENTION": 1.0, "FLASH_ATTENTION": 1.0, rows: 1.0}
+    assert timing.benchmark(case()) == times | {accurate: "OSError: a"}
 
     def no_memory(case):
         raise torch.OutOfMemoryError("of 80 GiB")
@@ -1168,9 +1149,10 @@ def test_a_rank_times_for_itself_where_the_one_that_was_to_do_it(first, caplog):
     assert ("this rank does it for itself" in caplog.text) == (first == "is gone")
 
 
-@pytest.mark.parametrize(
-    "mode", ["max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead", "default", None]
-)
+CLOCKS = "max-autotune", "max-autotune-no-cudagraphs"
+
+
+@pytest.mark.parametrize("mode", [*CLOCKS, "reduce-overhead", "default", None])
 def test_the_mode_says_whether_a_clock_decides(mode, monkeypatch):
     seen, resolve = [], backend.resolve
     clock = timing.benchmark if mode and "max-autotune" in mode else None
@@ -1204,10 +1186,7 @@ def test_the_fastest_tile_on_the_gpu_is_taken_and_each_is_right(D, is_causal, mo
     outs = [torch.compile(sdpa, backend="sage", mode="max-autotune-no-cudagraphs")(q, k, v)]
     (site,) = sage_inductor.report()
     times = {each: ms for each, ms in found.items() if isinstance(each, Candidate)}
-    assert (site.recipe, site.decision.warpgroups) == min(times, key=times.get), (
-        site.reason,
-        times,
-    )
+    assert (site.recipe, site.decision.warpgroups) == min(times, key=times.get), site.reason
     rivals = tiles.rivals(gpus.capability(q.device), "fp8", D, is_causal)
     assert {n for name, n in times if name == "sage2-8b-rotated"} in (set(rivals), set())
     for each in times:
@@ -1249,10 +1228,8 @@ def _wait_kernel(flag):
 def test_a_call_is_timed_while_another_stream_waits():
     """As for a rank that has yet to send. Nothing on the device ends before the flag is set."""
     flag, one = (torch.full((1,), n, device="cuda", dtype=torch.int32) for n in (0, 1))
-    family = Family(64, 64, "full")
-    (case,) = timing.cases_of(
-        torch.device("cuda", 0), family, ("sage2-8b",), family.sizes([(1, 8, 8, 1024, 1024)])
-    ).values()
+    device, sizes = torch.device("cuda", 0), FULL_64.sizes([(1, 8, 8, 1024, 1024)])
+    (case,) = timing.cases_of(device, FULL_64, ("sage2-8b",), sizes).values()
     expected = timing.measure(case, 1)  # all is compiled and loaded
     _wait_kernel[(1,)](one)
     waiting, other = torch.cuda.Stream(), torch.cuda.Stream()
@@ -1284,9 +1261,7 @@ def test_every_way_of_a_case_is_timed(monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("trains", [False, True])
-def test_a_family_of_this_gpu_is_measured_while_a_call_of_it_compiles(
-    trains, monkeypatch, tmp_path
-):
+def test_a_family_of_this_gpu_is_measured_while_a_call_compiles(trains, monkeypatch, tmp_path):
     monkeypatch.setenv("SAGE_INDUCTOR_TABLES", str(tmp_path))
     as_another_process()
     monkeypatch.setattr(tables, "built_in", dict)

@@ -14,6 +14,7 @@ Three kinds of comparison:
 Where torch itself has a limit, ``backend="inductor"`` is the control.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import math
@@ -31,12 +32,10 @@ from torch._higher_order_ops.map import map as hop_map
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.testing import assert_close
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import checkpoint
 
 import sage_inductor
 from sage_inductor.ops.reference import attention as reference
@@ -218,7 +217,7 @@ def test_one_row_and_one_batch_train(B, N):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_modes_with_new_inputs_and_gradients(mode):
     m = Attention()
-    f = torch.compile(m, backend="sage", options={**EMULATE, "sage.mode": mode}, fullgraph=True)
+    f = compiled(m, options={**EMULATE, "sage.mode": mode})
     for _ in range(3):
         x = torch.randn(2, 40, 64, requires_grad=True)
         check_training(f, m, x)
@@ -241,9 +240,7 @@ def test_inference_mode_and_training_of_one_model():
 
 @torch.no_grad()
 def test_reset_forgets_and_the_next_call_starts_again():
-    m, x = stack(), torch.randn(2, 40, 64)
-    f = compiled(m)
-    outs = []
+    f, x, outs = compiled(stack()), torch.randn(2, 40, 64), []
     for _ in range(3):
         outs.append(f(x))
         assert rewritten() == 1
@@ -257,24 +254,14 @@ def test_reset_forgets_and_the_next_call_starts_again():
 
 def in_threads(functions):
     """Run all at once; their results, or the first error."""
-    results, errors = [None] * len(functions), []
     together = threading.Barrier(len(functions))
 
-    def work(i):
-        try:
-            together.wait()
-            results[i] = functions[i]()
-        except BaseException as error:
-            errors.append(error)
+    def work(function):
+        together.wait()
+        return function()
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(work, functions))
 
 
 def without_grad(f, x):
@@ -391,8 +378,6 @@ def accumulated(f, x, wrt) -> list:
 
 def test_a_layer_of_torch_is_rewritten_in_ddp_if_it_was_compiled_before(gloo):
     """Dynamo skips torch.nn's own frames behind the graph break in DDP's forward: docs/faq.md."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
     m, x = torch.nn.TransformerEncoderLayer(64, 2, batch_first=True).eval(), torch.randn(2, 40, 64)
     given = {"backend": "sage", "options": {"sage.emulate": True}}
     with op_by_op(), torch.no_grad():
@@ -404,8 +389,6 @@ def test_a_layer_of_torch_is_rewritten_in_ddp_if_it_was_compiled_before(gloo):
 
 
 def test_ddp_splits_the_graph_and_keeps_the_gradients(gloo):
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
     m, x = stack(2), torch.randn(2, 40, 64, requires_grad=True)
     wrt = [x, *m.parameters()]
 
@@ -452,12 +435,9 @@ def test_compiled_autograd():
     compiler = functools.partial(compiled, fullgraph=False, dynamic=False)
     f = compiled(m, dynamic=False)
 
-    def step(x):
-        f(x).backward(cotangent)
-
     captures = counters["compiled_autograd"]["captures"]
     with torch._dynamo.compiled_autograd._enable(compiler):
-        step(x)
+        f(x).backward(cotangent)
     assert counters["compiled_autograd"]["captures"] == captures + 1
     assert len(sage_inductor.report().rewritten) == 1
     actual = [x.grad, *(p.grad for p in m.parameters())]
@@ -489,31 +469,25 @@ def test_what_recomputes_a_layer_changes_no_gradient(how, executions):
     assert all(follows(a, e) for a, e in zip(actual, gradients(m, x)))
 
 
-ATEN_SDPA = [
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-]
+BACKENDS = "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"
+ATEN_SDPA = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in BACKENDS]
 
 
 @pytest.mark.parametrize(
-    "saved, runs",
-    [(ATEN_SDPA, 2), ([torch.ops.sage.sdpa.default], 1)],
+    "saved, runs", [(ATEN_SDPA, 2), ([torch.ops.sage.sdpa.default], 1)],
     ids=["a policy that names SDPA's ops", "a policy that names sage::sdpa"],
-)
+)  # fmt: skip
 def test_selective_checkpointing_saves_the_op_that_the_policy_names(saved, runs, executions):
     """The attention op of a rewritten graph is ``torch.ops.sage.sdpa.default``: a policy that
     names only SDPA's own ops does not see it, and recomputes it. Gradients are right either way."""
 
     def policy(ctx, op, *args, **kwargs):
-        named = op in saved
-        return CheckpointPolicy.MUST_SAVE if named else CheckpointPolicy.MUST_RECOMPUTE
+        return checkpoints.CheckpointPolicy[f"MUST_{'SAVE' if op in saved else 'RECOMPUTE'}"]
 
     m, x = Attention(), torch.randn(2, 40, 64, requires_grad=True)
 
     def checkpointed(x):
-        context = functools.partial(create_selective_checkpoint_contexts, policy)
+        context = functools.partial(checkpoints.create_selective_checkpoint_contexts, policy)
         return checkpoint(m, x, use_reentrant=False, context_fn=context)
 
     wrt = [x, *m.parameters()]
@@ -572,14 +546,11 @@ class Seen(CustomGraphPass):
         return None  # not cached: it must run
 
 
+HOOKS = "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass"
+
+
 @pytest.mark.parametrize("how", ["config", "options"])
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass",
-        "post_grad_custom_pre_pass", "post_grad_custom_post_pass",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("hook", ["pre_grad_custom_pass", *HOOKS, "post_grad_custom_post_pass"])
 def test_the_users_own_passes_run_on_the_rewritten_graph(hook, how):
     mine, options = Seen(), EMULATE
     with contextlib.ExitStack() as patched:
@@ -667,12 +638,8 @@ CONTROL_FLOW = {  # and what it is in eager mode, how often attention runs, how 
     conditional: (lambda q, k, v: sdpa(q, k, v, is_causal=bool(q.sum() <= 0)), 1, {2}),
     scanned: (scanned_in_eager, 3, {1, 2}),
     repeated: (lambda q, k, v: sdpa(sdpa(sdpa(q, k, v), k, v), k, v), 3, {1}),
-    mapped: (
-        lambda q, k, v: torch.stack([sdpa(x, k, v) for x in (q, q.flip(1), 2 * q)]),
-        3,
-        {1, 2},
-    ),
-}
+    mapped: (lambda q, k, v: torch.stack([sdpa(x, k, v) for x in (q, q.flip(1), 2 * q)]), 3, {1, 2}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -689,14 +656,10 @@ def test_what_control_flow_calls_is_rewritten(function, sign, executions):
 # -- recipe "off" ----
 
 OFF = {
-    "no mask": {},
-    "bool mask": {"attn_mask": torch.ones(40, 40, dtype=torch.bool).tril(3)},
-    "float mask": {"attn_mask": torch.linspace(-1, 1, 1600).view(40, 40)},
-    "causal": {"is_causal": True},
-    "GQA": {"enable_gqa": True},
-    "dropout": {"dropout_p": 0.3},
-    "scale": {"scale": 0.3},
-}
+    "no mask": {}, "bool mask": {"attn_mask": torch.ones(40, 40, dtype=torch.bool).tril(3)},
+    "float mask": {"attn_mask": torch.linspace(-1, 1, 1600).view(40, 40)}, "scale": {"scale": 0.3},
+    "causal": {"is_causal": True}, "GQA": {"enable_gqa": True}, "dropout": {"dropout_p": 0.3},
+}  # fmt: skip
 
 
 @pairs(case=list(OFF), among=lambda case: case in ("bool mask", "GQA", "dropout"))
@@ -746,17 +709,14 @@ def test_a_number_that_the_caller_passes_and_changes(argument):
     assert [site.rewritten for site in sage_inductor.report()] == [strict] * 3
 
 
-HEAD_DIM_SCALES = {
-    "power": lambda q: q.shape[-1] ** -0.5,
-    "math.sqrt": lambda q: 1 / math.sqrt(q.size(-1)),
-}
-
-
-@pytest.mark.parametrize("spelling", HEAD_DIM_SCALES)
+@pytest.mark.parametrize(
+    "scale", [lambda q: q.shape[-1] ** -0.5, lambda q: 1 / math.sqrt(q.size(-1))],
+    ids=["power", "math.sqrt"],
+)  # fmt: skip
 @torch.no_grad()
-def test_a_scale_computed_from_a_dynamic_head_dim(spelling):
+def test_a_scale_computed_from_a_dynamic_head_dim(scale):
     def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, scale=HEAD_DIM_SCALES[spelling](q))
+        return F.scaled_dot_product_attention(q, k, v, scale=scale(q))
 
     f = compiled(attend, dynamic=True)
 
@@ -778,9 +738,7 @@ def test_keys_and_values_of_two_lengths_do_what_they_do_under_inductor():
 def test_dropout_is_drawn_as_under_inductor():
     inputs = qkv(requires_grad=True)
 
-    def dropped(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-
+    dropped = functools.partial(F.scaled_dot_product_attention, dropout_p=0.5)
     expected, actual = like_inductor(dropped, *inputs)
     assert torch.equal(actual, expected) and not follows(actual, sdpa(*inputs))
 
@@ -792,10 +750,8 @@ def test_dropout_is_drawn_as_under_inductor():
 def test_inputs_are_never_written_to(is_causal, recipe, train, generated):
     inputs = qkv(N=70, requires_grad=train)
     before = [x.detach().clone() for x in inputs]
-    f = compiled(
-        functools.partial(F.scaled_dot_product_attention, is_causal=is_causal),
-        options={**EMULATE, "sage.recipe": recipe},
-    )
+    attend = functools.partial(F.scaled_dot_product_attention, is_causal=is_causal)
+    f = compiled(attend, options={**EMULATE, "sage.recipe": recipe})
     first = f(*inputs)
     assert torch.equal(f(*inputs), first)  # nor is anything kept between calls
     if train:
@@ -861,11 +817,9 @@ def test_gaps_between_the_rows_of_sdpas_output_stay(view, generated):
 def test_errors_of_the_model_are_those_of_inductor(case):
     q, k, v = qkv()
     wrong = {
-        "head_dim": (q, k[..., :16], v),
-        "batch": (q, k[:, :, :20], v[:1].repeat(3, 1, 1, 1)),
-        "dtype": (q, k.double(), v),
-        "own": (q, k, v),
-    }[case]
+        "head_dim": (q, k[..., :16], v), "batch": (q, k[:, :, :20], v[:1].repeat(3, 1, 1, 1)),
+        "dtype": (q, k.double(), v), "own": (q, k, v),
+    }[case]  # fmt: skip
 
     def model(q, k, v):
         if case == "own":

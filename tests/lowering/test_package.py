@@ -1,6 +1,7 @@
 """What a package launches, without a GPU: the C++ that `record` writes, compiled with a driver that
 writes down what it is asked (fake_driver.h), against the Python that it was written of."""
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import functools
@@ -18,24 +19,7 @@ import launches as calls
 import pytest
 import sympy
 import torch
-from launches import (
-    ALIGNED,
-    ATTENTION,
-    LENGTHS,
-    PACKAGED,
-    PROCESSORS,
-    QUANTIZE,
-    SHARED,
-    Plan,
-    Tensor,
-    arguments,
-    call_of,
-    drawn,
-    known,
-    launch_of,
-    op_of,
-    planned,
-)
+from launches import ATTENTION, PACKAGED, Tensor, arguments, call_of, launch_of
 from noted import H200
 from pairs import has_every_variant
 from torch._inductor.package import package_aoti
@@ -55,7 +39,7 @@ def fake_kernel(digest: str, compilation) -> str:
     options = dict(compilation.options)
     return package.kernel_definition(
         digest, f"name_{digest}", calls.image_of(digest, compilation), 32 * options.get("num_warps", 4),
-        SHARED, options.get("launch_pdl", False), calls.descriptors_of(compilation),
+        calls.SHARED, options.get("launch_pdl", False), calls.descriptors_of(compilation),
     )  # fmt: skip
 
 
@@ -110,7 +94,7 @@ class Library(calls.Cpp):
         assert self.cpp.live() == 0
         return found
 
-    def plan(self, name: str, given: dict, device: int = 0) -> tuple[Plan, set]:
+    def plan(self, name: str, given: dict, device: int = 0) -> tuple[calls.Plan, set]:
         """And the digests of what was launched."""
         written = self.call(name, given, device)
         plan, _ = self.plan_of(given, written, device)
@@ -139,9 +123,9 @@ def test_cpp_launches_what_python_launches(name, library, monkeypatch):
     for _ in range(200 if has_every_variant() else 100):
         far = [Facts.of(16 * rng.randrange(1, 2**30)) for _ in range(3)]
         monkeypatch.setattr(calls, "APART", far)
-        given, device = drawn(name, rng)
+        given, device = calls.drawn(name, rng)
         plan, digests = library.plan(name, given, device)
-        assert plan == planned(launch_of(name), given, PROCESSORS[device])
+        assert plan == calls.planned(launch_of(name), given, calls.PROCESSORS[device])
         reached |= digests
     assert reached == library.functions[name].compilations.keys()
 
@@ -199,13 +183,14 @@ def changed(given: dict, name: str, at: int | None = None, **fields) -> dict:
 def test_another_gpu_is_refused(unloaded):
     library = unloaded
     library.set("capability", 100)
+    given = call_of("full", 128)
     with pytest.raises(RuntimeError, match=r"sage_inductor: this package holds kernels for compute "
                        r"capability 9\.0, got a GPU of 10\.0: package the model again on such a GPU"):  # fmt: skip
-        library.call("full", call_of("full", 128))
+        library.call("full", given)
     library.set("capability", 90)
-    library.call("full", call_of("full", 128))
+    library.call("full", given)
     with pytest.raises(RuntimeError, match="a tensor must be on one of 64 GPUs"):
-        library.call("full", call_of("full", 128), device=64)
+        library.call("full", given, device=64)
 
 
 def test_a_damaged_kernel_is_refused(library, tmp_path):
@@ -220,19 +205,15 @@ def test_a_damaged_kernel_is_refused(library, tmp_path):
 
 def test_an_error_of_the_driver_or_of_torch_says_where(unloaded):
     library, given = unloaded, call_of("full", 128)
-    library.set("load_fails", 1)
-    with pytest.raises(RuntimeError, match=r"loading the kernel name_\w+: no kernel image "
-                       r"\(the driver is for CUDA 12\.8\)$"):  # fmt: skip
-        library.call("full", given)
-    library.set("load_fails", 0)
-    library.set("launch_fails", 1)
-    with pytest.raises(RuntimeError, match=r"name_\w+: launch failed \(the driver"):
-        library.call("full", given)
-    library.set("launch_fails", 0)
-    library.set("torch_fails", 1)
-    with pytest.raises(RuntimeError, match="sage_inductor: torch failed at q$"):
-        library.call("full", given)
-    library.set("torch_fails", 0)
+    for failing, message in (
+        ("load", r"loading the kernel name_\w+: no kernel image \(the driver is for CUDA 12\.8\)$"),
+        ("launch", r"name_\w+: launch failed \(the driver"),
+        ("torch", "sage_inductor: torch failed at q$"),
+    ):
+        library.set(f"{failing}_fails", 1)
+        with pytest.raises(RuntimeError, match=message):
+            library.call("full", given)
+        library.set(f"{failing}_fails", 0)
     assert library.call("full", given)
     assert library.cpp.live() == 0
 
@@ -291,7 +272,7 @@ def test_a_tensor_at_an_odd_address_is_copied(library):
     given = call_of("full", 128)
     written = library.call("full", given, moved={"k_scale": 4})
     (clone,) = (x for x in written if "clone" in x)
-    at = (list(x for x in given if type(given[x]) is Tensor).index("k_scale") + 1) * ALIGNED
+    at = (list(x for x in given if type(given[x]) is Tensor).index("k_scale") + 1) * calls.ALIGNED
     assert clone["of"] == at + 4
     (launch,) = (x["arguments"] for x in written if "launch" in x)
     assert clone["clone"] in launch and at + 4 not in launch
@@ -312,29 +293,24 @@ def test_all_kernels_are_loaded_at_the_first_call_on_a_device(unloaded):
         assert sorted(shared) == sorted(of)
         first = next(i for i, x in enumerate(written) if "made" in x or "launch" in x)
         assert not any("load" in x for x in written[first:])
-    for N in LENGTHS:
+    for N in calls.LENGTHS:
         for device in (0, 1):
             assert not [x for x in library.call("full", call_of("full", N), device) if "load" in x]
 
 
 def test_threads_load_a_kernel_once(unloaded):
-    library, given, errors = unloaded, call_of("full", 128), []
+    library, given = unloaded, call_of("full", 128)
     library.set("loading_ms", 20)
     tensors = library.tensors(given)
     start, call = threading.Barrier(4), library.cpp.call_full
 
-    def run():
-        outputs = (ctypes.c_void_p * 8)()
+    def run(_):
+        arrays = (ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int64 * 1)(128)
         start.wait()
-        errors.append(
-            call((ctypes.c_void_p * len(tensors))(*tensors), (ctypes.c_int64 * 1)(128), outputs)
-        )
+        return call(*arrays, (ctypes.c_void_p * 8)())
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        errors = list(pool.map(run, range(4)))
     written = library.written()
     assert errors == [b""] * 4 and sum("launch" in x for x in written) == 4
     loads = [x["load"] for x in written if "load" in x]
@@ -348,7 +324,7 @@ def test_a_constexpr_must_be_known():
     unknown = dataclasses.replace(q, shape=(*q.shape[:3], Facts(1, 128)))
     with pytest.raises(TypeError, match="known only when a package runs: q.sizes\\[3\\]"):
         record("f", launch_of("full"), given | {"q": unknown}, H200)
-    ((kernel, _, values, _), *_), *_ = planned(launch_of("full"), known(given), 132)
+    ((kernel, _, values, _), *_), *_ = calls.planned(launch_of("full"), calls.known(given), 132)
     (at,) = (i for i, each in enumerate(kernel.params) if each.name == "D")
     values = [torch.empty(1) if isinstance(x, (str, tuple)) else x for x in values]
     with pytest.raises(TypeError, match="_hopper_kernel: D must be known to compile it"):
@@ -419,11 +395,8 @@ def sources(monkeypatch):
         first, second, bias = "from[at] / 2", "from[at] * 2", ""
         if op is SCALE:
             n = "n" if "n" in numbers else arguments["n"]
-            first = (
-                f"{-arguments['by'] if arguments['negate'] else arguments['by']}f * from[at]"
-                f" {arguments['sign']} {n}"
-            )
-            second = "from[at]"
+            by = -arguments["by"] if arguments["negate"] else arguments["by"]
+            first, second = f"{by}f * from[at] {arguments['sign']} {n}", "from[at]"
         if "bias" in tensors:
             bias = "aoti_torch_get_data_ptr(bias, (void**)&added); aoti_torch_get_strides(bias, &steps);"
             second += " + added[i * steps[0]]"
@@ -541,7 +514,7 @@ def test_kernels_of_every_gpu_travel(capability):
     for name, count in list(names.items())[: 5 if capability > (8, 0) else 4]:
         B, N, _ = calls.CALLS[name]
         gpu = H200._replace(capability=capability)
-        source = package._source(name, op_of(name), arguments(name, B, N, N), gpu, set())
+        source = package._source(name, calls.op_of(name), arguments(name, B, N, N), gpu, set())
         assert source.count("Kernel kernel_") == count
         assert f"_, {10 * capability[0] + capability[1]});" in source  # of such a GPU alone
 
@@ -559,18 +532,18 @@ def test_kernels_travel_as_the_jit_compiles_them(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Compilation, "compile", compile)
     for name in names:
-        B, N, _ = (ATTENTION | QUANTIZE)[name]
-        texts.append(package._source(name, op_of(name), arguments(name, B, N, N), H200, kernels))
-    again = arguments("kv", *(QUANTIZE["kv"][i] for i in (0, 1, 1)))
-    texts.append(package._source("again", op_of("kv"), again, H200, kernels))
+        B, N, _ = (ATTENTION | calls.QUANTIZE)[name]
+        texts.append(
+            package._source(name, calls.op_of(name), arguments(name, B, N, N), H200, kernels)
+        )
+    again = arguments("kv", *(calls.QUANTIZE["kv"][i] for i in (0, 1, 1)))
+    texts.append(package._source("again", calls.op_of("kv"), again, H200, kernels))
     text = "".join(texts)
     assert text.count(package.HEADER.read_text()) == 1 and texts[0].startswith("// Launches")
     found = {each[1]: each for each in KERNEL.finditer(text)}
     assert found.keys() == compiled.keys() == kernels and not KERNEL.search(texts[-1])
     for digest, (compilation, kernel) in compiled.items():
-        image, _, size, checksum, threads, shared, overlaps, descriptors = found[digest].groups()[
-            1:
-        ]
+        _, image, _, size, checksum, threads, shared, overlaps, descriptors = found[digest].groups()
         image = bytes(int(n, 8) for n in re.findall(r"\\(\d{3})", image))
         assert image == kernel.asm["cubin"] and len(image) == int(size)
         assert int(checksum) == functools.reduce(

@@ -18,15 +18,7 @@ from unittest import mock
 import launches as calls
 import pytest
 import torch
-from launches import (
-    KINDS,
-    PROCESSORS,
-    SHARED,
-    Labels,
-    Tensor,
-    call_of,
-    like,
-)
+from launches import KINDS, PROCESSORS, SHARED, Labels, Tensor, call_of, like
 from noted import H200
 from pairs import has_every_variant, pairs
 from torch._inductor.utils import fresh_cache, run_and_get_code
@@ -81,12 +73,12 @@ class Module(calls.Cpp):
             launch_cooperative_grid=False, global_scratch_size=0, profile_scratch_size=0,
             tensordesc_meta=descriptors,
         )  # fmt: skip
-        return Compiled(ctypes.addressof(self.images[digest]), metadata, {"ptx": ptx})
+        image = ctypes.addressof(self.images[digest])
+        return Compiled(function=image, metadata=metadata, asm={"ptx": ptx})
 
 
-class Compiled:
-    def __init__(self, function, metadata, asm):
-        self.function, self.metadata, self.asm = function, metadata, asm
+class Compiled(types.SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 # -- each kind of call, of tensors that are too large to be ----
@@ -178,13 +170,10 @@ def test_only_a_call_like_one_that_was_noted_is_replayed(module):
     assert site.run(given, device=1, current=0) is False
     q = given["q"]
     for other in (
-        call_of("full", 256),
-        call_of("full", 128, B=3),
-        given | {"q": q._replace(dtype=torch.float16)},
+        call_of("full", 256), call_of("full", 128, B=3), given | {"n_kv": 127},
+        given | {"q": q._replace(dtype=torch.float16)}, given | {"scale": 0.25},
         given | {"q": q._replace(strides=(*q.strides[:2], 2 * q.strides[2], 1))},
-        given | {"n_kv": 127},
-        given | {"scale": 0.25},
-    ):
+    ):  # fmt: skip
         assert site.run(other) is False and site.run(other) is None
     assert site.run(given, device=1) is False and site.run(given, device=1) is None
     assert not module.written()
@@ -205,14 +194,11 @@ def test_an_error_of_the_driver_or_of_torch_says_where(module):
     given, site = call_of("full", 128), Site(module, "full")
     site.plan(given)
     for failing, message in (
-        (
-            "launch_fails",
-            r"^sage_inductor: name_\w+: launch failed \(the driver is for CUDA 12\.8\)$",
-        ),
-        ("torch_fails", "^sage_inductor: torch failed at a tensor$"),
+        ("launch_fails", r"name_\w+: launch failed \(the driver is for CUDA 12\.8\)"),
+        ("torch_fails", "torch failed at a tensor"),
     ):
         module.set(failing, 1)
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=f"^sage_inductor: {message}$"):
             site.run(given)
         module.set(failing, 0)
         module.written()
@@ -233,13 +219,12 @@ def test_a_plan_that_is_not_read_to_its_end_is_refused(module):
 
 
 def test_another_launchs_output_cannot_be_noted():
-    def launch(run, gpu, x):
-        return x, x.new_empty(3)
-
-    with pytest.raises(NotImplementedError, match="a view of another tensor"):
-        replay.note(launch, (torch.empty(3),), H200, None)
-    with pytest.raises(NotImplementedError, match="a view of another tensor"):
-        replay.note(lambda *_: 2 * [torch.empty(3, device="meta")], (), H200, None)
+    for launch, *given in (
+        (lambda run, gpu, x: (x, x.new_empty(3)), torch.empty(3)),
+        (lambda *_: 2 * [torch.empty(3, device="meta")],),
+    ):
+        with pytest.raises(NotImplementedError, match="a view of another tensor"):
+            replay.note(launch, tuple(given), H200, None)
 
 
 # -- compiled models, with torch's tensors ----
@@ -286,13 +271,9 @@ def on_cpu(with_torch, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with_torch.set("current", 0)
     monkeypatch.setattr(register, "emulated", lambda x: False)
+    ops = dict(quantize_kv=quantize, attention=attend, unsmoothed_lse=correct, append_kv=append)
     with torch.library._scoped_library("sage", "IMPL") as lib:
-        for name, of_cpu in (
-            ("quantize_kv", quantize),
-            ("attention", attend),
-            ("unsmoothed_lse", correct),
-            ("append_kv", append),
-        ):
+        for name, of_cpu in ops.items():
             lib.impl(name, of_cpu, "CPU", allow_override=True)
         yield asked
     with_torch.written()
@@ -329,6 +310,10 @@ def of_python(model, *inputs) -> calls.Plan:
         with mock.patch.multiple(mine, **of_gpu):
             return model(*given)
 
+    return planned(launch, inputs)
+
+
+def planned(launch, inputs) -> calls.Plan:
     like = {f"x{i}": Tensor(x.dtype, x.shape, x.stride()) for i, x in enumerate(inputs)}
     return calls.planned(launch, like, 132)
 
@@ -397,8 +382,7 @@ def test_what_writes_to_a_cache_is_replayed_once_and_on_the_cache_itself(with_to
             on_cpu.clear()
             with_torch.written()
             run(*given)
-    like = {f"x{i}": Tensor(x.dtype, x.shape, x.stride()) for i, x in enumerate(given)}
-    expected = calls.planned(lambda *x: LAUNCHES[append_kv](*x, True), like, 132)
+    expected = planned(lambda *x: LAUNCHES[append_kv](*x, True), given)
     assert not on_cpu and len(expected.launches) == 1
     check_launches(with_torch, given, expected)
 
@@ -425,8 +409,7 @@ def test_a_training_step_replays_what_it_launched(dynamic, with_torch, on_cpu):
         return rowscaled._launch_backward(run, gpu, grad, *found, 200, 0.125, False)
 
     given = q, k, v, grad
-    like = {f"x{i}": Tensor(x.dtype, x.shape, x.stride()) for i, x in enumerate(given)}
-    expected = calls.planned(launch, like, 132)
+    expected = planned(launch, given)
     assert [each[0].__name__ for each in expected.launches] == [
         "_estimate_kernel", *["_quantize_kernel"] * 3, "_hopper_kernel",
         "_rows_kernel", "_bounds_kernel", "_turn_kernel", "dq_kernel", "dkdv_kernel",
@@ -480,10 +463,8 @@ def test_in_a_cpp_wrapper_what_trains_is_called():
         return torch.ops.sage.rowscaled(q, k, v, False, 0.125, True)[0]
 
     given = draw(2, 100)
-    quick = {
-        "aot_inductor.compile_wrapper_opt_level": "O0",
-        "cpp_cache_precompile_headers": False,  # of one file they are not worth it
-    }
+    # Precompiled headers of one file are not worth it.
+    quick = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
     with fresh_cache():
         out = torch.compile(attend, options={"cpp_wrapper": True, **quick})(*given)
     assert torch.equal(out, attend(*given))
@@ -504,27 +485,20 @@ def test_a_training_step_whose_operands_are_copied_stays_with_python():
             replay.note(rowscaled._launch, given.values(), H200, None)
 
 
-def bands(q, k, v):
-    """Two calls whose numbers are the same, in other places."""
-    out, _ = layer(q, k, v, left=5, right=None, out_bnhd=True)  # where q is
-    return layer(out, k, v, left=None, right=5, out_bnhd=True)
-
-
-def flags(q, k, v):
-    """Two calls that differ in a bool alone."""
-    out, _ = layer(q, k, v, out_bnhd=True)  # where q is
-    return layer(out, k, v, out_bnhd=False)
+def two(first, second):
+    """Layers, with these arguments, of which the first one's output is where its q is."""
+    return lambda q, k, v: layer(layer(q, k, v, **first)[0], k, v, **second)
 
 
 OTHER = NAMED["sage2-8b"].encode()
+PAIRS = {  # of calls that differ in the places of equal numbers, in a bool, in a string alone
+    "bands": two(dict(left=5, right=None, out_bnhd=True), dict(left=None, right=5, out_bnhd=True)),
+    "flags": two(dict(out_bnhd=True), dict(out_bnhd=False)),
+    "recipes": lambda q, k, v: [*quantize_kv(k, v, None, RECIPE), *quantize_kv(k, v, None, OTHER)],
+}
 
 
-def recipes(q, k, v):
-    """Two calls that differ in a string alone."""
-    return [*quantize_kv(k, v, None, RECIPE), *quantize_kv(k, v, None, OTHER)]
-
-
-@pytest.mark.parametrize("model", [bands, flags, recipes])
+@pytest.mark.parametrize("model", PAIRS.values(), ids=PAIRS.keys())
 def test_calls_of_other_constants_are_not_mixed_up(model, with_torch, on_cpu):
     run, given = torch.compile(model, fullgraph=True), draw(2, 100)
     for _ in range(3):
@@ -575,9 +549,7 @@ def slower(caplog) -> list[str]:
     return found
 
 
-def test_without_a_compiler_python_submits_and_the_user_is_told(
-    on_cpu, with_torch, monkeypatch, caplog
-):
+def test_without_a_compiler_python_submits_and_says_so(on_cpu, with_torch, monkeypatch, caplog):
     built = concurrent.futures.Future()
     monkeypatch.setattr(replay, "_load", lambda: 1 / 0)
     replay._build(built)

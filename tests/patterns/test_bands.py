@@ -20,6 +20,7 @@ from support import band_mask, run_seen
 from sage_inductor.ops.visibility import CAUSAL, FULL, Band
 from sage_inductor.patterns.graph import GraphIndex, statically_true, value_of
 from sage_inductor.patterns.masks.bands import prove
+from sage_inductor.patterns.sdpa import TARGETS
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -32,9 +33,8 @@ LAST = Band(None, 0, bottom_right=True)
 
 def sdpa_masks(graph):
     """(node, mask, n_q, n_kv) of the SDPA calls with a mask."""
-    targets = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in targets:
+        if node.op == "call_function" and node.target in TARGETS:
             mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
             if mask is not None:
                 yield mask, value_of(node.args[0]).shape[2], value_of(node.args[1]).shape[2]
@@ -80,9 +80,8 @@ def proven(programs: dict, *shapes, dynamic=False, complete=False) -> dict:
     torch._dynamo.reset()
     compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=dynamic)
     for n_q, n_kv in shapes:
-        masks, _ = compiled(
-            torch.randn(2, 2, n_q, 8), torch.randn(2, 2, n_kv, 8), *beside(n_q, n_kv)
-        )
+        q, k = (torch.randn(2, 2, n, 8) for n in (n_q, n_kv))
+        masks, _ = compiled(q, k, *beside(n_q, n_kv))
         for name, mask, ((band, left), left_now) in zip(programs, masks, claims, strict=True):
             check_claim(mask, band, left, left_now, n_q, n_kv, name)
             seen = (mask if mask.dtype == torch.bool else mask == 0).expand(2, 2, n_q, n_kv)[0, 0]
@@ -192,9 +191,7 @@ OBLONG = {
 
 
 def setitem(n, m, p, d):
-    mask = ones(n).tril()
-    mask[0] = True
-    return mask
+    return assigned(ones(n).tril(), 0)
 
 
 def written_through_a_view(n, m, p, d):
@@ -336,19 +333,16 @@ def test_a_window_is_causal_where_a_dynamic_length_is_known_to_be_no_longer(most
     assert found == [(band, None)]
 
 
-def test_nothing_is_claimed_of_indices_that_wrap():
-    def program(n, m, p, d):
+def test_nothing_is_claimed_of_indices_that_wrap_or_of_an_unknown_offset():
+    def wraps(n, m, p, d):
         return torch.arange(m).to(torch.int8) <= torch.arange(n).to(torch.int8)[:, None]
 
-    assert alone(program, (300, 300)) == (FULL, "mask")
+    def offset(n, m, p, d):
+        return columns(m) <= row_numbers(n) + m // 3
 
-
-def test_nothing_is_claimed_of_an_unknown_offset():
-    def program(n_q, n_kv, padding, data):
-        return torch.arange(n_kv) <= torch.arange(n_q)[:, None] + n_kv // 3
-
-    assert alone(program, (12, 12), (9, 9), dynamic=True) == (FULL, "mask")
-    assert alone(program, (12, 12)) == (Band(None, 4), None)
+    assert alone(wraps, (300, 300)) == (FULL, "mask")
+    assert alone(offset, (12, 12), (9, 9), dynamic=True) == (FULL, "mask")
+    assert alone(offset, (12, 12)) == (Band(None, 4), None)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -403,9 +397,7 @@ class Program:
         a, b = self.rng.sample([row, col], 2)
         op, c, e = self.pick(["<=", "<", ">=", ">"], ["==", "!="]), self.small(), self.small()
         near, far = self.rng.choice(["<=", "<"]), self.rng.choice([">=", ">"])
-        shape = self.pick(
-            ["(n_q, n_kv)", "(n_q, n_kv), dtype=torch.bool", "(n_q, n_kv), dtype=torch.int32"]
-        )
+        shape = "(n_q, n_kv)" + self.pick(["", ", dtype=torch.bool", ", dtype=torch.int32"])
         side = self.pick(["tril", "triu"])
         offset = self.pick([f"{c}", "n_kv - n_q", f"n_kv - n_q + {c}"], ["n_q"])
         return self.pick(
@@ -465,17 +457,15 @@ def ior(a, b):
     return a
 
 
-def assigned(a):
-    a[-1] = True
+def assigned(a, row=-1):
+    a[row] = True
     return a
 
 
 def is_a_program(program, n_q: int, n_kv: int) -> bool:
+    q, k = (torch.ones(2, 2, n, 8) for n in (n_q, n_kv))
     try:
-        mask = program(n_q, n_kv, *beside(n_q, n_kv))
-        F.scaled_dot_product_attention(
-            torch.ones(2, 2, n_q, 8), *[torch.ones(2, 2, n_kv, 8)] * 2, mask
-        )
+        F.scaled_dot_product_attention(q, k, k, program(n_q, n_kv, *beside(n_q, n_kv)))
     except (RuntimeError, IndexError):
         return False
     return True
@@ -491,12 +481,8 @@ def test_what_is_proven_of_random_programs_is_what_they_compute(banded, dynamic)
         longer = [(n_q + 2, n_kv + 2), (n_q + 3, n_kv + 3 - (n_q == n_kv))]
         shapes = [(n_q, n_kv), *longer * dynamic]
         sources = [Program(rng, banded).mask() for _ in range(50 if banded else 30)]
-        programs = {x: eval(f"lambda n_q, n_kv, padding, data: {x}", globals()) for x in sources}
-        programs = {
-            source: program
-            for source, program in programs.items()
-            if all(is_a_program(program, *shape) for shape in shapes)
-        }
+        made = {x: eval(f"lambda n_q, n_kv, padding, data: {x}", globals()) for x in sources}
+        programs = {x: f for x, f in made.items() if all(is_a_program(f, *each) for each in shapes)}
         assert len(programs) > (40 if banded else 12)
         proven(programs, *shapes, dynamic=dynamic, complete=banded)
 
@@ -505,16 +491,15 @@ def test_what_is_proven_of_random_programs_is_what_they_compute(banded, dynamic)
 
 
 def test_masks_of_exported_programs_are_proven_too():
-    class Model(torch.nn.Module):
-        def forward(self, q, padding):
-            n = q.shape[2]
-            mask = torch.arange(n)[None, None, None] <= torch.arange(n)[None, None, :, None]
-            mask = mask & padding[:, None, None] & ones(n + 3).triu(-2)[1 : n + 1, 1 : n + 1]
-            return F.scaled_dot_product_attention(q, q, q, mask)
+    def model(q, padding):
+        n = q.shape[2]
+        mask = torch.arange(n)[None, None, None] <= torch.arange(n)[None, None, :, None]
+        mask = mask & padding[:, None, None] & ones(n + 3).triu(-2)[1 : n + 1, 1 : n + 1]
+        return F.scaled_dot_product_attention(q, q, q, mask)
 
     n = torch.export.Dim("n", min=4, max=64)
     inputs = (torch.randn(2, 2, 16, 8), torch.ones(2, 16, dtype=torch.bool))
-    ep = torch.export.export(Model(), inputs, dynamic_shapes=({2: n}, {1: n}))
+    ep = torch.export.export(models.Of(model), inputs, dynamic_shapes=({2: n}, {1: n}))
     ((mask, n_q, n_kv),) = sdpa_masks(ep.graph)
     band, left = prove(mask, n_q, n_kv, GraphIndex(ep.graph))
     assert band == Band(2, 0) and value_of(left).shape[1:3] == (1, 1)
@@ -567,9 +552,8 @@ GOLDEN = [
     # Without padding a mask is made of lengths alone: symbols change what is read of it. Gemma's are
     # Llama's and Mistral's. front/test_models.py has models that pad, with lengths that are numbers.
     lambda row, dynamic: dynamic and row < 2,
-    row=range(len(GOLDEN)),
-    dynamic=[False, True],
-)
+    row=range(len(GOLDEN)), dynamic=[False, True],
+)  # fmt: skip
 def test_what_is_proven_of_models(row, dynamic):
     make, given, expected = GOLDEN[row]
     model, inputs = make(models.library("transformers"), **given)
@@ -579,10 +563,9 @@ def test_what_is_proven_of_models(row, dynamic):
         for mask, n_q, n_kv in sdpa_masks(gm.graph):
             band, left = prove(mask, n_q, n_kv, GraphIndex(gm.graph))
             assert left is not mask
-            left = left and tuple(
-                n if isinstance(n, int) else n.node.hint for n in value_of(left).shape
-            )
-            found.append((band, left))
+            sizes = left and value_of(left).shape
+            sizes = sizes and tuple(n if isinstance(n, int) else n.node.hint for n in sizes)
+            found.append((band, sizes))
         return gm.forward
 
     with torch.no_grad():

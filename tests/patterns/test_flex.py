@@ -10,6 +10,7 @@ import functools
 import gc
 import weakref
 
+import models
 import pytest
 import support
 import torch
@@ -75,9 +76,8 @@ def found_all(function, *inputs, also=lambda gm: None, **options):
 
         def attention(q, k, v):
             mask = band_mask(call.band, q.shape[2], k.shape[2])
-            return F.scaled_dot_product_attention(
-                q, k, v, mask, scale=call.scale, enable_gqa=call.enable_gqa
-            ).nan_to_num(0)
+            given = dict(scale=call.scale, enable_gqa=call.enable_gqa)
+            return F.scaled_dot_product_attention(q, k, v, mask, **given).nan_to_num(0)
 
         with gm.graph.inserting_before(call.node):
             new = gm.graph.call_function(attention, (call.q, call.k, call.v))
@@ -113,7 +113,15 @@ def masked(mask_mod, **options):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_without_a_block_mask_it_is_full_attention(dynamic):
-    assert found(flex_attention, *random_qkv(), dynamic=dynamic) == (FULL, None)
+    """A logsumexp on which nothing depends is not used."""
+
+    def with_lse(q, k, v):
+        out, lse = flex_attention(q, k, v, return_lse=True)
+        lse.exp().sum()
+        return out
+
+    for function in (flex_attention, with_lse):
+        assert found(function, *random_qkv(), dynamic=dynamic) == (FULL, None)
 
 
 @pytest.mark.parametrize(
@@ -173,34 +181,28 @@ BY_LISTS = (CAUSAL, (128, 128)), None
 def shuffled(q, k, v):
     index = torch.randperm(3, dtype=torch.int32).expand(1, 1, 3, 3)
     counts = torch.full((1, 1, 3), 3, dtype=torch.int32)
-    blocks = BlockMask.from_kv_blocks(
-        counts, index, BLOCK_SIZE=128, mask_mod=causal, seq_lengths=(300, 300)
-    )
-    return flex_attention(q, k, v, block_mask=blocks)
+    lists = BlockLists(counts, index, None, None, 128, 128)
+    return listed(lists, causal, (300, 300))(q, k, v)
+
+
+def outside(**size):
+    blocks = create_block_mask(causal, None, None, 300, 300, device="cpu", **size)
+    return functools.partial(flex_attention, block_mask=blocks)
 
 
 def test_a_block_mask_made_outside_of_dynamic_lengths_or_of_random_numbers_is_data():
-    outside = create_block_mask(causal, None, None, 300, 300, device="cpu")
-    by_outside = functools.partial(flex_attention, block_mask=outside)
-    for function, dynamic in ((by_outside, False), (masked(causal), True), (shuffled, False)):
+    for function, dynamic in ((outside(), False), (masked(causal), True), (shuffled, False)):
         assert found(function, *random_qkv(), dynamic=dynamic) == BY_LISTS
-
-
-def test_blocks_of_another_size_are_refused():
-    blocks = create_block_mask(causal, None, None, 300, 300, device="cpu", BLOCK_SIZE=(128, 32))
-    band, reason = found(lambda q, k, v: flex_attention(q, k, v, block_mask=blocks), *random_qkv())
-    assert band is None
-    assert reason == "a BlockMask must have blocks of (64, 128, 192, 256), got (128, 32)"
+    reason = "a BlockMask must have blocks of (64, 128, 192, 256), got (128, 32)"
+    assert found(outside(BLOCK_SIZE=(128, 32)), *random_qkv()) == (None, reason)
 
 
 def test_a_block_mask_that_cannot_be_run_here_is_data():
     def function(q, k, v):
         counts = torch.tensor([3, 3, 3]).sub(torch.linalg.cholesky(-torch.eye(3))[0, 0].int())
         index = torch.arange(3, dtype=torch.int32).expand(1, 1, 3, 3)
-        blocks = BlockMask.from_kv_blocks(
-            counts.int()[None, None], index, mask_mod=causal, seq_lengths=(300, 300)
-        )
-        return flex_attention(q, k, v, block_mask=blocks)
+        lists = BlockLists(counts.int()[None, None], index, None, None, 128, 128)
+        return listed(lists, causal, (300, 300))(q, k, v)
 
     calls = []
     with pytest.raises(torch.linalg.LinAlgError):
@@ -218,19 +220,15 @@ def from_blocks(partial, full=None, mask_mod=causal):
                 counts = torch.tensor([[[len(row) for row in rows]]], dtype=torch.int32)
                 index = torch.tensor([[[(row + [0, 0])[:2] for row in rows]]], dtype=torch.int32)
                 lists += [counts, index]
-        blocks = BlockMask.from_kv_blocks(
-            *lists, BLOCK_SIZE=128, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
-        )
-        return flex_attention(q, k, v, block_mask=blocks)
+        lists = BlockLists(*lists, *[None] * (4 - len(lists)), 128, 128)
+        return listed(lists, mask_mod, (q.shape[2], k.shape[2]))(q, k, v)
 
     return function
 
 
 def test_a_mask_of_full_blocks_alone_is_full():
-    assert found(from_blocks([[], []], [[0, 1], [0, 1]], everything), *random_qkv(256)) == (
-        FULL,
-        None,
-    )
+    function = from_blocks([[], []], [[0, 1], [0, 1]], everything)
+    assert found(function, *random_qkv(256)) == (FULL, None)
 
 
 def blocks_of_64(b, h, i, j):
@@ -274,14 +272,9 @@ def test_a_captured_tensor_is_refused():
     ],
 )
 def test_listed_blocks_are_data_unless_they_are_those_of_the_band(partial, full, valid):
-    expected = (CAUSAL, None) if valid else BY_LISTS
-    calls = []
-    run_seen(
-        from_blocks(partial, full),
-        *random_qkv(256),
-        see=lambda gm: calls.extend(find_all(gm.graph)),
-    )
-    assert [meaning(call) for call in calls] == [expected]
+    calls, function = [], from_blocks(partial, full)
+    run_seen(function, *random_qkv(256), see=lambda gm: calls.extend(find_all(gm.graph)))
+    assert [meaning(call) for call in calls] == [(CAUSAL, None) if valid else BY_LISTS]
 
 
 def test_one_listed_block_is_all_there_is_only_up_to_its_size():
@@ -290,29 +283,14 @@ def test_one_listed_block_is_all_there_is_only_up_to_its_size():
     def function(q, k, v):
         counts = torch.ones(1, 1, 1, dtype=torch.int32)
         index = torch.zeros(1, 1, 1, 2, dtype=torch.int32)
-        blocks = BlockMask.from_kv_blocks(
-            counts, index, BLOCK_SIZE=128, mask_mod=everything, seq_lengths=(128, k.shape[2])
-        )
-        return flex_attention(q, k, v, block_mask=blocks)
+        lists = BlockLists(counts, index, None, None, 128, 128)
+        return listed(lists, everything, (128, k.shape[2]))(q, k, v)
 
     assert found(function, *random_qkv(128, 256)) == ((FULL, (128, 128)), None)
 
 
-def test_a_logsumexp_on_which_nothing_depends_is_not_used():
-    def function(q, k, v):
-        out, lse = flex_attention(q, k, v, return_lse=True)
-        lse.exp().sum()
-        return out
-
-    assert found(function, *random_qkv())[1] is None
-
-
 def test_exported_calls_are_found():
-    class Model(torch.nn.Module):
-        def forward(self, q, k, v):
-            return masked(causal)(q, k, v)
-
-    graph = torch.export.export(Model(), random_qkv()).graph
+    graph = torch.export.export(models.Of(masked(causal)), random_qkv()).graph
     (call,) = find_all(graph)
     assert (call.band, call.refused) == (CAUSAL, None)
 
@@ -359,16 +337,13 @@ def rewritten(function, *inputs, **options):
 
 def listed(lists, mask_mod=None, lengths=None, **options):
     """flex_attention by BlockLists, made into a BlockMask outside."""
-    blocks = BlockMask.from_kv_blocks(
-        *lists[:4], BLOCK_SIZE=lists.size, mask_mod=mask_mod, seq_lengths=lengths
-    )
+    given = dict(BLOCK_SIZE=lists.size, mask_mod=mask_mod, seq_lengths=lengths)
+    blocks = BlockMask.from_kv_blocks(*lists[:4], **given)
     return lambda q, k, v: flex_attention(q, k, v, block_mask=blocks, **options)
 
 
 def exact(q, k, v, lists, band=FULL):
-    return attention_exact(
-        q, k, v, q.shape[3] ** -0.5, None, band.left, band.right, band.bottom_right, lists
-    )[0]
+    return attention_exact(q, k, v, q.shape[3] ** -0.5, None, *band, lists)[0]
 
 
 MODS = {"none": (None, FULL), "causal": (causal, CAUSAL), "window": (window, Band(99, 0))}
@@ -376,9 +351,8 @@ MODS = {"none": (None, FULL), "causal": (causal, CAUSAL), "window": (window, Ban
 
 @chosen(
     lambda name, size: name == "window" or size == (128, 128),
-    name=list(MODS),
-    size=[(128, 128), (64, 64), (192, 256)],
-)
+    name=list(MODS), size=[(128, 128), (64, 64), (192, 256)],
+)  # fmt: skip
 def test_lists_made_outside_are_operands(name, size):
     """Duplicates, empty rows, tails, a head of its own each; full blocks that the band cuts."""
     q, k, v = random_qkv(300, 400, 4)
@@ -396,52 +370,43 @@ def test_lists_made_inside_of_q_and_k_are_operands():
         pooled_q, pooled_k = (x.unflatten(2, (-1, 64)).mean(3) for x in (q, k))
         index = (pooled_q @ pooled_k.mT).argsort(-1, descending=True).int()
         counts = 1 + (torch.arange(6, device=q.device) % 3).expand(1, 2, 6).int()
-        blocks = BlockMask.from_kv_blocks(
-            torch.zeros_like(counts), index, counts, index, BLOCK_SIZE=64
-        )
-        made.append((counts, index))
-        return flex_attention(q, k, v, block_mask=blocks)
+        made.append(BlockLists(torch.zeros_like(counts), index, counts, index, 64, 64))
+        return listed(made[-1])(q, k, v)
 
     made = []
     q, k, v = random_qkv(384)
     function(q, k, v)
-    lists = BlockLists(torch.zeros_like(made[0][0]), made[0][1], *made[0], 64, 64)
+    lists = made[0]
     out, _ = rewritten(lambda q, k, v: function(q, k, v), q, k, v)
     assert support.relative_l2(out, exact(q, k, v, lists)) < 2e-2
 
 
-def test_a_graph_takes_new_lists():
+def by_new_lists(H: int, block_kv: int, **compiled_by):
+    """What one graph computes by lists that it is given, and exact attention by them."""
     q, k, v = random_qkv(256)
 
     def function(q, k, v, *lists):
-        blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(128, 64), seq_lengths=(256, 256))
-        return flex_attention(q, k, v, block_mask=blocks)
+        return listed(BlockLists(*lists, 128, block_kv), None, (256, 256))(q, k, v)
 
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend="sage", options=EMULATE)
+    compiled = torch.compile(function, **compiled_by)
     for density in (0.2, 0.5, 1):
-        lists = support.block_lists(1, 1, 256, 256, 128, 64, density, unread=0)
+        lists = support.block_lists(1, H, 256, 256, 128, block_kv, density, unread=0)
         with torch.no_grad():
-            out = compiled(q, k, v, *lists[:4])
-        assert support.relative_l2(out, exact(q, k, v, lists)) < 2e-2
+            yield compiled(q, k, v, *lists[:4]), exact(q, k, v, lists)
+
+
+def test_a_graph_takes_new_lists():
+    for out, expected in by_new_lists(1, 64, backend="sage", options=EMULATE):
+        assert support.relative_l2(out, expected) < 2e-2
     assert len(sage_inductor.report()) == 1
 
 
 @pytest.mark.sweep  # on a GPU: ops/test_gpu.py
 def test_what_inductor_compiles_reads_the_lists_as_we_do(vectorized):
     """It counts a block that is listed twice twice, and gives rows without blocks 0."""
-    q, k, v = random_qkv(256)
-
-    def function(q, k, v, *lists):
-        blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, seq_lengths=(256, 256))
-        return flex_attention(q, k, v, block_mask=blocks)
-
-    compiled = torch.compile(function, backend="inductor")
-    for density in (0.3, 0.6, 1):
-        lists = support.block_lists(1, 2, 256, 256, 128, 128, density, unread=0)
-        with torch.no_grad():
-            out = compiled(q, k, v, *lists[:4])
-        torch.testing.assert_close(out.double(), exact(q, k, v, lists), rtol=1e-4, atol=1e-5)
+    for out, expected in by_new_lists(2, 128, backend="inductor"):
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_block_lists_that_the_op_does_not_take_are_refused_with_a_reason():

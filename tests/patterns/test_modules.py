@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import TestCase
 from pairs import chosen, pairs
-from support import calls, relative_l1, run_seen, written
+from support import calls, placeholders, relative_l1, run_seen, valued, written
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -97,9 +97,7 @@ def check(module, *inputs, dtype=torch.float64, **kwargs):
     other = copy.deepcopy(module)
     actual, found, _ = capture(forward(module), *inputs)
     expected = forward(other)(*inputs)
-    tolerance = (
-        dict(rtol=1e-12, atol=1e-12) if dtype == torch.float64 else dict(rtol=1e-5, atol=1e-5)
-    )
+    tolerance = dict.fromkeys(("rtol", "atol"), 1e-12 if dtype == torch.float64 else 1e-5)
     torch.testing.assert_close(actual, expected, **tolerance)
     if expected.requires_grad:
         cotangent = torch.randn_like(expected)
@@ -131,11 +129,7 @@ CAUSAL_MASK = torch.ones(L, L, dtype=torch.bool).triu(1)
 PADDED = torch.arange(L) >= torch.tensor([L, 4, 1])[:, None]  # [B, L]
 PER_HEAD = torch.rand(B * H, L, L) > 0.6
 PER_HEAD[:, :, 0] = False  # every row sees something
-FLOAT, FLOAT_PADDING, FLOAT_PER_HEAD = (
-    torch.randn(L, L),
-    torch.randn(B, L),
-    torch.randn(B * H, L, L),
-)
+FLOAT, FLOAT_PADDING, FLOAT_PER_HEAD = map(torch.randn, ((L, L), (B, L), (B * H, L, L)))
 MASKS = {
     "none": (None, None, None),
     "bool": (CAUSAL_MASK, None, (torch.bool, (1, 1, L, L))),
@@ -198,26 +192,18 @@ class Direct(nn.MultiheadAttention):
 )  # fmt: skip
 def test_every_mask_becomes_sdpas(module, masks, need_weights, dtype):
     attn_mask, key_padding_mask, expected = MASKS[masks]
-    found = attention(
-        module(E, H),
-        (L, B),
-        need_weights=need_weights,
-        attn_mask=attn_mask,
-        key_padding_mask=key_padding_mask,
-        dtype=dtype,
-    )
+    given = dict(need_weights=need_weights, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
+    found = attention(module(E, H), (L, B), dtype=dtype, **given)
     call = one(found, band=FULL, dropout_p=0.0, spelling="nn.MultiheadAttention")
-    assert mask_of(call) == (
-        expected and (expected[0] if expected[0] == torch.bool else dtype, expected[1])
-    )
+    if expected:
+        expected = expected[0] if expected[0] == torch.bool else dtype, expected[1]
+    assert mask_of(call) == expected
 
 
 @pairs(
-    kind=["self", "memory", "keys", "value", "kdim, vdim"],
-    bias=[True, False],
-    batch_first=[True, False],
-    training=[True, False],
-)
+    kind=["self", "memory", "keys", "value", "kdim, vdim"], bias=[True, False],
+    batch_first=[True, False], training=[True, False],
+)  # fmt: skip
 def test_every_projection(kind, bias, batch_first, training):
     sizes = {"kdim": 10, "vdim": 6} if kind == "kdim, vdim" else {}
     module = nn.MultiheadAttention(E, H, bias=bias, batch_first=batch_first, **sizes)
@@ -249,14 +235,9 @@ def test_what_is_appended_to_the_keys_is_seen_through_every_mask(appended, masks
     "attn_mask, key_padding_mask", [(CAUSAL_MASK, None), (FLOAT, None), (FLOAT, FLOAT_PADDING)]
 )
 def test_the_causal_hint_counts_where_eager_follows_it(attn_mask, key_padding_mask, need_weights):
-    found = attention(
-        nn.MultiheadAttention(E, H),
-        (L, B),
-        is_causal=True,  # which FLOAT is not: the mask or the hint, the values tell which one counts
-        attn_mask=attn_mask,
-        key_padding_mask=key_padding_mask,
-        need_weights=need_weights,
-    )
+    given = dict(need_weights=need_weights, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
+    # Which FLOAT is not: the mask or the hint, the values tell which one counts.
+    found = attention(nn.MultiheadAttention(E, H), (L, B), is_causal=True, **given)
     hinted = key_padding_mask is None and not need_weights
     call = one(found, band=CAUSAL if hinted else FULL)
     assert (call.attn_mask is None) == hinted
@@ -303,18 +284,15 @@ def test_a_mask_that_is_another_sum_than_merge_masks(sum_of):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_float_mask_written_before_or_after_it_was_bool_stays_float(when):
-    def forward(module, x, hidden):
-        mask = torch.zeros_like(hidden, dtype=x.dtype)
-        if when == "before":
-            mask[:, 0] = 2 * x[0, 0, 0]
-        mask = mask.masked_fill_(hidden, -torch.inf)
-        if when == "after":
-            mask[0] = 2 * x[0, 0, 0]
-        return module(x, x, x, attn_mask=mask)
-
     class Written(nn.MultiheadAttention):
         def forward(self, x, hidden):
-            return forward(super().forward, x, hidden)
+            mask = torch.zeros_like(hidden, dtype=x.dtype)
+            if when == "before":
+                mask[:, 0] = 2 * x[0, 0, 0]
+            mask = mask.masked_fill_(hidden, -torch.inf)
+            if when == "after":
+                mask[0] = 2 * x[0, 0, 0]
+            return super().forward(x, x, x, attn_mask=mask)
 
     call = one(check(Written(E, H), torch.randn(L, B, E), CAUSAL_MASK))
     assert value_of(call.attn_mask).dtype == torch.float64
@@ -324,25 +302,18 @@ def test_a_float_mask_written_before_or_after_it_was_bool_stays_float(when):
 def test_a_bool_mask_that_is_used_again_is_read_as_it_was(kind):
     """Each module makes a float mask of it; the bool one changes before the attention."""
 
-    class Reused(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = encoder_layer() if kind == "fast path" else nn.MultiheadAttention(E, H)
+    fast = kind == "fast path"
+    layer = (encoder_layer() if fast else nn.MultiheadAttention(E, H)).eval()
+    x = torch.randn(B, L, E) if fast else torch.randn(L, B, E)
 
-        def forward(self, x, hidden):
-            mask = torch.zeros_like(hidden, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
-            hidden[:, 1:] = True  # through a view
-            if kind == "fast path":
-                return self.layer(x, mask)
-            return self.layer(x, x, x, attn_mask=mask)[0]
+    def reused(x, hidden):
+        mask = torch.zeros_like(hidden, dtype=x.dtype).masked_fill_(hidden, -torch.inf)
+        hidden[:, 1:] = True  # through a view
+        return layer(x, mask) if fast else layer(x, x, x, attn_mask=mask)[0]
 
-    module, x = (
-        Reused().eval(),
-        torch.randn(L, B, E) if kind == "attention" else torch.randn(B, L, E),
-    )
     with torch.no_grad():
-        out, (call,), _ = capture(module, x, CAUSAL_MASK.clone())
-        torch.testing.assert_close(out, module(x, CAUSAL_MASK.clone()), rtol=1e-5, atol=1e-5)
+        out, (call,), _ = capture(reused, x, CAUSAL_MASK.clone())
+        torch.testing.assert_close(out, reused(x, CAUSAL_MASK.clone()), rtol=1e-5, atol=1e-5)
 
 
 UNREAD = {
@@ -381,20 +352,17 @@ def only_weights(module, x):
     return module(x, x, x)[1]
 
 
-def static_keys(module, x):
+def static_keys(module, x, N=S, **given):
+    given = given or {"static_k": torch.zeros(B * H, N, E // H)}
     return F.multi_head_attention_forward(
         x, x, x, E, H, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
-        module.out_proj.weight, module.out_proj.bias, static_k=torch.zeros(B * H, S, E // H),
-        static_v=torch.zeros(B * H, S, E // H), need_weights=False,
+        module.out_proj.weight, module.out_proj.bias, static_v=torch.zeros(B * H, N, E // H),
+        need_weights=False, **given,
     )[0]  # fmt: skip
 
 
 def static_values(module, x):
-    return F.multi_head_attention_forward(
-        x, x, x, E, H, module.in_proj_weight, module.in_proj_bias, None, None, False, 0.0,
-        module.out_proj.weight, module.out_proj.bias, static_v=torch.zeros(B * H, L, E // H),
-        need_weights=False,
-    )[0]  # fmt: skip
+    return static_keys(module, x, L, static_k=None)
 
 
 def per_sample(module, x):
@@ -424,23 +392,15 @@ def test_what_is_refused_stays_as_it_was_and_says_why(function):
 
 
 def graph_of_mha(heads_given: bool) -> torch.fx.Node:
-    graph = torch.fx.Graph()
-    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
-        module = nn.MultiheadAttention(E, H)
-        values = [torch.empty(L, B, E), module.in_proj_weight, module.out_proj.weight]
-    x, w, w_out = (graph.placeholder(name) for name in ("x", "w", "w_out"))
-    for node, value in zip((x, w, w_out), values):
-        node.meta["example_value"] = (
-            mode.from_tensor(value) if type(value) is nn.Parameter else value
-        )
-    heads = graph.placeholder("heads")
-    heads.meta["example_value"] = H
-    mha = graph.call_function(
-        F.multi_head_attention_forward,
-        (x, x, x, E, heads if heads_given else H, w, None, None, None, False, 0.0, w_out, None),
-    )
-    mha.meta["example_value"] = (values[0], None)
-    return mha
+    graph, mode = torch.fx.Graph(), torch._subclasses.fake_tensor.FakeTensorMode()
+    with mode:
+        out, module = torch.empty(L, B, E), nn.MultiheadAttention(E, H)
+    weights = map(mode.from_tensor, (module.in_proj_weight, module.out_proj.weight))
+    values = dict(zip(("x", "w", "w_out", "heads"), (out, *weights, H)))
+    x, w, w_out, heads = placeholders(graph, values)
+    heads = heads if heads_given else H
+    given = x, x, x, E, heads, w, None, None, None, False, 0.0, w_out, None
+    return valued(graph.call_function(F.multi_head_attention_forward, given), (out, None))
 
 
 @pytest.mark.parametrize(
@@ -452,12 +412,11 @@ def graph_of_mha(heads_given: bool) -> torch.fx.Node:
 def test_a_tuple_that_is_passed_on_and_heads_that_are_given_are_refused(
     reads_out, heads_given, reason
 ):
-    mha = graph_of_mha(heads_given)
-    graph, values = mha.graph, mha.meta["example_value"]
-    out = mha
+    out = mha = graph_of_mha(heads_given)
+    graph = mha.graph
     if reads_out:
         out = graph.call_function(operator.getitem, (mha, 0))
-        out.meta["example_value"] = values[0]
+        valued(out, mha.meta["example_value"][0])
     graph.output((out, mha))
     before, index = str(graph), GraphIndex(graph)
     assert str(find(out, index).refused) == reason
@@ -529,15 +488,10 @@ def test_autocast_regions_nest_and_end():
     assert enabled == {"sin": [], "cos": [True], "tan": [True, False], "exp": [True], "log": []}
 
 
-FAST_PATH = pytest.param(
-    "fast path",
-    marks=pytest.mark.xfail(
-        torch.__version__ < "2.13",
-        raises=torch._dynamo.exc.Unsupported,
-        strict=True,
-        reason="torch 2.11: aten::_transformer_encoder_layer_fwd has no fake impl or Meta kernel",
-    ),
-)
+FAST_PATH = pytest.param("fast path", marks=pytest.mark.xfail(
+    torch.__version__ < "2.13", raises=torch._dynamo.exc.Unsupported, strict=True,
+    reason="torch 2.11: aten::_transformer_encoder_layer_fwd has no fake impl or Meta kernel",
+))  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["attention", FAST_PATH])
@@ -584,10 +538,8 @@ def encoder_layer(**kwargs):
         (list(FAST_PATH_MASKS).index(masks) + norm_first + 2 * (activation == "gelu")) % 4 == 0
         or masks == "none"
     ),
-    activation=["relu", "gelu"],
-    norm_first=[True, False],
-    masks=list(FAST_PATH_MASKS),
-)
+    activation=["relu", "gelu"], norm_first=[True, False], masks=list(FAST_PATH_MASKS),
+)  # fmt: skip
 def test_encoder_layers_fast_path(activation, norm_first, masks):
     src_mask, padding, expected = FAST_PATH_MASKS[masks]
     layer = encoder_layer(activation=activation, norm_first=norm_first).eval()
@@ -598,10 +550,9 @@ def test_encoder_layers_fast_path(activation, norm_first, masks):
 
 
 @pairs(
-    masks=["none", "bool, padding", "float, float padding"],
-    norm_first=[True, False],
+    masks=["none", "bool, padding", "float, float padding"], norm_first=[True, False],
     activation=["relu", "gelu"],
-)
+)  # fmt: skip
 def test_encoder_layers_slow_path(activation, norm_first, masks):
     src_mask, padding, expected = MASKS[masks]
     layer = encoder_layer(activation=activation, norm_first=norm_first)
@@ -610,27 +561,22 @@ def test_encoder_layers_slow_path(activation, norm_first, masks):
     assert mask_of(call) == expected and call.out.requires_grad
 
 
-def test_the_fast_paths_result_is_contiguous_whatever_its_input():
+@torch.no_grad()
+def test_the_fast_path_is_contiguous_whatever_its_input_and_follows_eager_into_exact_gelu():
     layer, x = encoder_layer(norm_first=True).eval(), torch.randn(L, B, E).transpose(0, 1)
-    with torch.no_grad():
-        out, found, _ = capture(layer, x)
-        one(found)
-        assert out.stride() == layer(x).stride()
-
-
-def test_the_fast_path_follows_eager_into_exact_gelu():
-    with torch.no_grad():
-        one(check(encoder_layer(activation=nn.GELU("tanh")).eval(), torch.randn(B, L, E)))
+    out, found, _ = capture(layer, x)
+    one(found)
+    assert out.stride() == layer(x).stride()
+    one(check(encoder_layer(activation=nn.GELU("tanh")).eval(), torch.randn(B, L, E)))
 
 
 def test_the_fast_path_under_autocast_is_refused():
     layer, x = encoder_layer().eval(), torch.randn(B, L, E)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        out, found, _ = capture(layer, x)
-        expected = layer(x)
-    assert [call.spelling for call in found] == ["nn.TransformerEncoderLayer"]
-    assert found[0].refused.text.startswith("autocast")
-    assert out.dtype == expected.dtype
+        out, (call,), _ = capture(layer, x)
+        assert out.dtype == layer(x).dtype
+    assert call.spelling == "nn.TransformerEncoderLayer"
+    assert call.refused.text.startswith("autocast")
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -709,11 +655,8 @@ def test_every_option_of_torch_has_a_case():
         assert not same, module
     read = set(re.findall(r"args\.(\w+)", inspect.getsource(modules)))
     schema = torch.ops.aten._transformer_encoder_layer_fwd.default._schema.arguments
-    given = {
-        *inspect.signature(F.multi_head_attention_forward).parameters,
-        *(x.name for x in schema),
-    }
-    assert given - read == PASSED_OVER
+    given = {*inspect.signature(F.multi_head_attention_forward).parameters}
+    assert (given | {x.name for x in schema}) - read == PASSED_OVER
 
 
 @pytest.mark.parametrize(
@@ -748,17 +691,14 @@ def test_a_module_with_an_option_is_as_eager_says(module, name, value, is_fast):
     by_eager = name == "bias" or value is torch.tanh  # which takes its slow path for these
     assert call.spelling == f"nn.{(module if is_fast and not by_eager else MHA).__name__}"
     dtype = next(made.parameters()).dtype
-    given = {
-        key: x.to(dtype) if key == "attn_mask" and x is FLOAT else x for key, x in given.items()
-    }
+    given = {key: x.to(dtype) if key == "attn_mask" and x is FLOAT else x for key, x in given.items()}  # fmt: skip
     inputs, sites = [x.to(dtype) for x in inputs], []
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) / 4)
         run = lambda *inputs: first(made(*inputs, **given))  # noqa: E731
-        out = run_seen(
-            run, *inputs, see=lambda gm: sites.extend(rewrite(gm, Settings(emulate=True)))
-        )
+        see = lambda gm: sites.extend(rewrite(gm, Settings(emulate=True)))  # noqa: E731
+        out = run_seen(run, *inputs, see=see)
         assert [site.rewritten for site in sites] == [True], sites
         assert 0 < relative_l1(out, run(*inputs)) < 0.06
 

@@ -11,6 +11,7 @@ import re
 import sys
 
 import pytest
+import support
 import torch
 import torch.nn.functional as F
 from expecttest import TestCase
@@ -50,9 +51,10 @@ def capture(function, *inputs, settings=EMULATE, **compile_options):
 
 def run(function, *inputs, settings=EMULATE, **compile_options):
     """The sites of `function`, and what its rewritten graph returns."""
-    sites = []
-    see = lambda gm: sites.extend(rewrite(gm, settings))  # noqa: E731
-    return sites, run_seen(function, *inputs, see=see, **compile_options)
+    sites, given = [], compile_options
+    return sites, run_seen(
+        function, *inputs, see=lambda gm: sites.extend(rewrite(gm, settings)), **given
+    )
 
 
 def run_opened(function, *inputs, settings):
@@ -177,9 +179,8 @@ def test_a_call_without_shapes_stays_as_it_was():
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     call = graph.call_function(F.scaled_dot_product_attention, (x, x, x))
-    both = graph.call_function(
-        F.multi_head_attention_forward, (x, x, x, 16, 4, x, None, None, None, False, 0.0, x, None)
-    )
+    given = x, x, x, 16, 4, x, None, None, None, False, 0.0, x, None
+    both = graph.call_function(F.multi_head_attention_forward, given)
     graph.output((call, graph.call_function(operator.getitem, (both, 0))))
     before = str(graph)
     sites = rewrite(torch.fx.GraphModule({}, graph), EMULATE)
@@ -212,9 +213,8 @@ def as_on_cuda(order=(0, 1, 2, 3), gap=3):
 @pytest.mark.parametrize("sizes", [(2, 3, 32, 37), (1, 1, 9, 37), (2, 1, 5, 7), (3, 4, 1, 1)])
 def test_an_output_has_the_gaps_of_sdpas(sizes, dynamic):
     B, H, N, D = sizes
-    layouts = [
-        ((*order, 3), gap) for order in itertools.permutations(range(3)) for gap in (0, 3, 500)
-    ]
+    orders = itertools.permutations(range(3))
+    layouts = [((*order, 3), gap) for order, gap in itertools.product(orders, (0, 3, 500))]
     sees = [lambda gm: rewrite(gm, EMULATE), *itertools.starmap(as_on_cuda, layouts)]
     given = random_qkv(B, H, N=N, D=D)
     (plain,), *outputs = run_copies(sdpa(), *given, sees=sees, dynamic=dynamic)
@@ -333,10 +333,8 @@ def test_a_fault_of_ours_is_reported_and_leaves_the_graph_as_it_was(fault, put, 
 
 def test_a_graph_that_cannot_be_read_stays_as_it_was_and_the_report_says_why(monkeypatch, caplog):
     monkeypatch.setattr(patterns, "GraphIndex", fails)
-    inputs, line = (
-        random_qkv(),
-        "a graph could not be read and stays as it was, which is a fault of ",
-    )
+    inputs = random_qkv()
+    line = "a graph could not be read and stays as it was, which is a fault of "
     explained = sage_inductor.explain(sdpa())(*inputs)
     torch._dynamo.reset()
     out = torch.compile(sdpa(), backend="sage")(*inputs)
@@ -348,10 +346,8 @@ def test_a_graph_that_cannot_be_read_stays_as_it_was_and_the_report_says_why(mon
 
 def test_a_fault_in_sharing_costs_the_sharing_alone(monkeypatch, caplog):
     def inserts_and_fails(index):
-        node = next(
-            node for node in index.graph.nodes if node.target is torch.ops.sage.sdpa.default
-        )
-        fails(Emitter(node, index)(torch.neg, node.args[0]))
+        call, *_ = index.graph.find_nodes(op="call_function", target=torch.ops.sage.sdpa.default)
+        fails(Emitter(call, index)(torch.neg, call.args[0]))
 
     monkeypatch.setattr(patterns, "share", inserts_and_fails)
     (gm,), sites = capture(two_calls(), *random_qkv())
@@ -363,16 +359,11 @@ def test_a_fault_in_sharing_costs_the_sharing_alone(monkeypatch, caplog):
 
 BROADCAST = [  # batch and heads of q, of k, of v (repeated to 4); k's heads in the call
     ((2, 4), (2, 1), (2, 1), 1),  # as Falcon's
-    ((2, 4), (1, 4), (1, 4), 4),
-    ((2, 4), (1, 1), (1, 1), 1),
-    ((2, 4), (2, 1), (2, 4), 4),
-    ((2, 4), (1, 4), (2, 1), 4),
-    ((1, 4), (2, 1), (2, 1), 1),
-    ((2, 1), (2, 4), (2, 4), 4),
-    ((4,), (1,), (1,), 1),
-    ((2, 1), (2, 2), (2, 2), 4),
+    ((2, 4), (1, 4), (1, 4), 4), ((2, 4), (1, 1), (1, 1), 1), ((2, 4), (2, 1), (2, 4), 4),
+    ((2, 4), (1, 4), (2, 1), 4), ((1, 4), (2, 1), (2, 1), 1), ((2, 1), (2, 4), (2, 4), 4),
+    ((4,), (1,), (1,), 1), ((2, 1), (2, 2), (2, 2), 4),
     ((2, 4), (2, 2), (2, 4), 4),  # k's alone are repeated
-]
+]  # fmt: skip
 
 
 @chosen(
@@ -449,11 +440,9 @@ def test_what_is_asked_of_a_size_is_a_guard_if_the_call_is_rewritten(recipe, by,
         patterns.rewrite(gm, asking)
         return gm
 
-    attend = torch.compile(
-        lambda q: F.scaled_dot_product_attention(q, q, q), backend=backend, dynamic=True
-    )
+    attend = torch.compile(sdpa(), backend=backend, dynamic=True)
     for N in (50, 200):
-        attend(torch.randn(1, 2, N, 64, requires_grad=by is not None))
+        attend(*[torch.randn(1, 2, N, 64, requires_grad=by is not None)] * 3)
     assert found == [True, False][:graphs]
 
 
@@ -476,11 +465,11 @@ def test_heads_that_were_repeated_before_a_write_stay_repeated(at):
 
 def test_causality_that_is_not_known_is_refused():
     graph = torch.fx.Graph()
-    q, causal = graph.placeholder("q"), graph.placeholder("causal")
     with FakeTensorMode():
-        q.meta["val"] = torch.empty(2, 4, 32, 64)
+        value = torch.empty(2, 4, 32, 64)
+    (q,), causal = support.placeholders(graph, {"q": value}, "val"), graph.placeholder("causal")
     call = graph.call_function(F.scaled_dot_product_attention, (q,) * 3, {"is_causal": causal})
-    call.meta["val"] = q.meta["val"]
+    support.valued(call, value, "val")
     (site,) = rewrite(torch.fx.GraphModule({}, graph), EMULATE)
     assert site.reason == "is_causal must be known when compiling, got causal"
 
@@ -494,19 +483,8 @@ def by_sdpa(x, w):
 
 
 def by_mha(x, w):
-    return F.multi_head_attention_forward, (
-        x,
-        x,
-        x,
-        16,
-        2,
-        w,
-        *[None] * 3,
-        False,
-        0.0,
-        w[:16],
-        None,
-    )
+    given = x, x, x, 16, 2, w, *[None] * 3, False, 0.0, w[:16], None
+    return F.multi_head_attention_forward, given
 
 
 @pytest.mark.parametrize("attend", [by_sdpa, by_mha])
@@ -521,14 +499,12 @@ def test_subclasses_of_tensor_are_refused_whatever_their_name_and_torchs_fake_on
         out = function(*args)
     for x in args:
         if isinstance(x, torch.Tensor) and x not in nodes:
-            nodes[x] = graph.placeholder(f"x{len(nodes)}")
-            nodes[x].meta["val"] = x if kind is None else torch.empty(x.shape).as_subclass(kind)
+            value = x if kind is None else torch.empty(x.shape).as_subclass(kind)
+            nodes[x] = support.valued(graph.placeholder(f"x{len(nodes)}"), value, "val")
     given = (nodes[x] if isinstance(x, torch.Tensor) else x for x in args)
-    call = graph.call_function(function, tuple(given))
-    call.meta["val"] = out
+    call = support.valued(graph.call_function(function, tuple(given)), out, "val")
     if isinstance(out, tuple):
-        call = graph.call_function(operator.getitem, (call, 0))
-        call.meta["val"] = out[0]
+        call = support.valued(graph.call_function(operator.getitem, (call, 0)), out[0], "val")
     graph.output(call)
     (site,) = rewrite(torch.fx.GraphModule({}, graph), EMULATE)
     assert site.rewritten == (kind is None), site.reason
@@ -722,10 +698,8 @@ def test_a_gpu_computes_attention_with_a_sink(name):
 
 @pytest.mark.parametrize("portable", [False, True])
 def test_what_a_sink_takes_opens_where_it_is_compiled(portable):
-    given = *random_qkv(), torch.randn(4, 1, 1), True
-    graph, actual = run_opened(
-        with_sink, *given, settings=Settings(emulate=True, portable=portable)
-    )
+    given, settings = (*random_qkv(), torch.randn(4, 1, 1), True), Settings(emulate=True, portable=portable)  # fmt: skip
+    graph, actual = run_opened(with_sink, *given, settings=settings)
     assert not graph.find_nodes(op="call_function", target=torch.ops.sage.with_sink.default)
     assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default)) == 1
     assert relative_l1(actual, with_sink(*given)) < 0.05
@@ -772,13 +746,9 @@ def python_calls(function) -> int:
 
 @pytest.mark.parametrize(
     "attention, make_mask",
-    [
-        (F.scaled_dot_product_attention, bool_mask),
-        (in_autocast, bool_mask),
-        (handwritten, bool_mask),
-        pytest.param(flex, block_mask, marks=pytest.mark.sweep),
-    ],
-)
+    [(F.scaled_dot_product_attention, bool_mask), (in_autocast, bool_mask),
+     (handwritten, bool_mask), support.swept(flex, block_mask)],
+)  # fmt: skip
 def test_the_pass_costs_the_same_for_each_layer(attention, make_mask):
     """What walks the graph for every call makes it a square: once 1.7 s for 96 masked layers."""
 

@@ -4,6 +4,7 @@ import math
 import random
 import re
 
+import models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from sage_inductor.patterns import shared_kv
 from sage_inductor.patterns.graph import value_of
 
 PER_TOKEN = Settings(emulate=True, recipe="sage2-8b-per-token")
+EMULATE = {"sage.emulate": True, "sage.recipe": "sage2-8b-per-token"}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 STACKED = {name: r.sharing.q_span for name, r in NAMED.items() if not r.of_qk.smooths_q}
 
@@ -155,9 +157,8 @@ def test_batches_that_share_k_and_v_are_stacked_and_no_bit_changes(monkeypatch, 
 
 @chosen(
     lambda recipe, dtype: list(STACKED).index(recipe) % 3 == DTYPES.index(dtype),
-    recipe=list(STACKED),
-    dtype=DTYPES,
-)
+    recipe=list(STACKED), dtype=DTYPES,
+)  # fmt: skip
 def test_of_random_calls_no_bit_changes(recipe, dtype, monkeypatch, row_by_row):
     random.seed(0)
     one_batch = shared_kv._is_one_batch
@@ -168,23 +169,20 @@ def test_of_random_calls_no_bit_changes(recipe, dtype, monkeypatch, row_by_row):
         N_kv, D = random.choice([1, 5, 77, 129, 300]), random.choice([16, 64, 72, 128])
         q, k, v = inputs(B, N, N_kv, group * H_kv, H_kv, D, dtype)
         q = torch.cat([q.transpose(1, 2)] * 2, -1)[..., :D].transpose(1, 2)  # rows of 2 D
-        mask = random.choice(
-            [None, torch.rand(N_kv)[None] < 0.8, torch.randn(1, 1, 1, N_kv).to(dtype)]
-        )
+        bias = torch.randn(1, 1, 1, N_kv).to(dtype)
+        mask = random.choice([None, torch.rand(N_kv)[None] < 0.8, bias])
 
         def function(q, k, v, mask):
-            out, lse = sage_inductor.attention(
-                q, *expanded(k, v, B=q.shape[0]), mask, scale=0.2, enable_gqa=True,
-                return_lse=True,
-            )  # fmt: skip
+            given = dict(scale=0.2, enable_gqa=True, return_lse=True)
+            k, v = expanded(k, v, B=q.shape[0])
+            out, lse = sage_inductor.attention(q, k, v, mask, **given)
             return out, lse.view(-1)  # as it is stored without
 
         results = []
         for replaced in (one_batch, lambda *_: False):
             monkeypatch.setattr(shared_kv, "_is_one_batch", replaced)
-            result, (node,), _ = capture(
-                function, q, k, v, mask, settings=Settings(emulate=True, recipe=recipe)
-            )
+            settings = Settings(emulate=True, recipe=recipe)
+            result, (node,), _ = capture(function, q, k, v, mask, settings=settings)
             assert batches(node)[0] == (B if results else 1), (N, N_kv)
             results.append(result)
         for a, b in zip(*results):
@@ -206,9 +204,8 @@ def of_two_batches(q, k, v):
 
 def of_lists(q, k, v):
     count = (q[:1, :1, :1, 0].abs() >= 0).int()
-    blocks = BlockMask.from_kv_blocks(
-        count, count[..., None] - 1, BLOCK_SIZE=64, seq_lengths=(40, 24)
-    )
+    lists = count, count[..., None] - 1
+    blocks = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=64, seq_lengths=(40, 24))
     return flex_attention(q, *expanded(k, v), block_mask=blocks, enable_gqa=True)
 
 
@@ -263,12 +260,16 @@ def test_queries_of_two_batches_share_no_scale_and_no_mean(recipe):
         assert batches(node) == ([1, 1, 1] if expected else [2, 2, 2]), N
 
 
-def test_an_output_that_is_stored_otherwise_is_not_copied():
+def test_an_output_that_is_stored_otherwise_or_has_too_many_rows_is_not_stacked(monkeypatch):
     """SDPA of a batch of 1 of k and v is not stored as its q is."""
     given = inputs()
     assert sdpa(*given).is_contiguous()
     _, (node,), _ = capture(sdpa, *given)
     assert batches(node) == [2, 2, 2]
+    for most, expected in ((80, 1), (79, 2)):
+        monkeypatch.setattr(shared_kv, "MAX_ROWS", most)
+        _, (node,), _ = capture(SPELLED["expand"], *given)
+        assert batches(node)[0] == expected
 
 
 def test_a_batch_that_depends_on_data_may_be_empty():
@@ -291,27 +292,13 @@ def test_a_batch_that_depends_on_data_may_be_empty():
     assert batches(node)[0] == batches(node)[1]
 
 
-def test_more_rows_than_a_sequence_may_have_are_not_stacked(monkeypatch):
-    for most, expected in ((80, 1), (79, 2)):
-        monkeypatch.setattr(shared_kv, "MAX_ROWS", most)
-        _, (node,), _ = capture(SPELLED["expand"], *inputs())
-        assert batches(node)[0] == expected
-
-
 def test_what_a_graph_is_given_may_have_other_strides_next_time():
     """torch.export guards no strides."""
-
-    class Attention(torch.nn.Module):
-        def forward(self, q, k, v):
-            return sdpa(q, k.mT.mT, v)
-
-    q, k, v = inputs()
-    program = torch.export.export(Attention(), (q, *expanded(k, v)))
-    options = {"sage.emulate": True, "sage.recipe": "sage2-8b-per-token"}
-    sage_inductor.rewrite(program, options=options)
+    attention, (q, k, v) = models.Of(lambda q, k, v: sdpa(q, k.mT.mT, v)), inputs()
+    program = torch.export.export(attention, (q, *expanded(k, v)))
+    sage_inductor.rewrite(program, options=EMULATE)
     k, v = (torch.cat([x, x + torch.randn_like(x)]) for x in (k, v))
-    exact = sdpa(q, k, v)
-    assert relative_l1(program.module()(q, k, v), exact) < 0.1
+    assert relative_l1(program.module()(q, k, v), sdpa(q, k, v)) < 0.1
 
 
 # -- what a stacked call is to the rest ----
@@ -327,9 +314,8 @@ def test_stacked_calls_of_the_same_k_and_v_prepare_them_once():
         )  # fmt: skip
 
     _, nodes, _ = capture(function, *inputs())
-    (prepare,) = nodes[0].graph.find_nodes(
-        op="call_function", target=torch.ops.sage.prepare.default
-    )
+    find = nodes[0].graph.find_nodes
+    (prepare,) = find(op="call_function", target=torch.ops.sage.prepare.default)
     assert [bool(node.args[4]) for node in nodes] == [True, True, False, False, False]
     assert value_of(prepare.args[0]).shape[0] == 1
 
@@ -383,9 +369,8 @@ def test_gradients_are_those_of_the_batches_apart(mask, monkeypatch):
 
 
 def test_an_exported_program_runs_at_other_sizes():
-    class Attention(torch.nn.Module):
-        def forward(self, q, k, v):
-            return any_batch(q.unflatten(2, (4, 32)).transpose(1, 2), k, v)
+    def attend(q, k, v):
+        return any_batch(q.unflatten(2, (4, 32)).transpose(1, 2), k, v)
 
     def given(B, N, N_kv):
         q, k, v = inputs(B, N, N_kv)
@@ -393,14 +378,12 @@ def test_an_exported_program_runs_at_other_sizes():
 
     auto = torch.export.Dim.AUTO
     dims = ({0: auto, 1: auto}, {2: auto}, {2: auto})
-    program = torch.export.export(Attention(), given(2, 40, 24), dynamic_shapes=dims)
-    options = {"sage.emulate": True, "sage.recipe": "sage2-8b-per-token"}
-    (site,) = sage_inductor.rewrite(program, options=options)
+    program = torch.export.export(models.Of(attend), given(2, 40, 24), dynamic_shapes=dims)
+    (site,) = sage_inductor.rewrite(program, options=EMULATE)
     assert "share" in site.reason and isinstance(site.q[0], str)
     for sizes in ((2, 40, 24), (3, 33, 100)):
         x = given(*sizes)
-        out, exact = program.module()(*x), Attention()(*x)
-        assert relative_l1(out, exact) < 0.1
+        assert relative_l1(program.module()(*x), attend(*x)) < 0.1
 
 
 def test_diagnose_measures_the_batches_as_they_are():
