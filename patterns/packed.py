@@ -10,6 +10,7 @@ Packed: q [T, H, D] holds documents one after another. cu [S + 1] says where eac
 
 import operator
 import re
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -25,8 +26,9 @@ PAGES = "block_table", "page_table"
 
 
 def find(node: Node, index: GraphIndex) -> Call | None:
-    of_tuple = node.target is operator.getitem and isinstance(node.args[0], Node)
-    if fastvideo.NAME in str(node.args[0].target if of_tuple else node.target):
+    target: Any = node.target
+    anchor: Any = node.args[0] if target is operator.getitem else node
+    if fastvideo.NAME in str(getattr(anchor, "target", "")):
         return fastvideo.find(node, index)
     is_op = isinstance(node.target, (compat.OpOverload, compat.OpOverloadPacket))
     name = str(node.target).removesuffix(".default")
