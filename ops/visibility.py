@@ -193,8 +193,9 @@ def listed_keys(blocks: BlockLists, n_kv: int) -> Tensor:
     num_blocks = (n_kv + blocks.block_kv - 1) // blocks.block_kv
     found = [listed_blocks(*each, num_blocks) for each in blocks.lists]
     flags = found[0] if len(found) == 1 else torch.maximum(*found)
+    # By methods: an index of fake tensors asks for their GPU, which may not be there.
     flags = flags.unsqueeze(3).expand(-1, -1, -1, blocks.block_kv)
-    return flags.flatten(2).narrow(2, 0, n_kv)  # fake tensors of a GPU that is not there: no [..., :]
+    return flags.flatten(2).narrow(2, 0, n_kv)
 
 
 def visible_keys(code: Tensor, heads_kv: int) -> Tensor:
