@@ -58,7 +58,7 @@ test:
 
 INTERPRETED := tests/ops/test_kernels.py tests/ops/test_interpreter.py
 interpreter: $(INSTALLED)
-	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) -m interpreter $(INTERPRETED) tests/ops/test_decode.py tests/ops/test_cache.py tests/ops/test_layout.py
+	TRITON_INTERPRET=1 $(PYTEST) $(SWEEP) -m interpreter tests/ops
 
 sweep: export SWEEP := --sweep
 sweep: test weights

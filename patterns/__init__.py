@@ -26,7 +26,7 @@ from sage_inductor.patterns.softmax import build as softmax
 
 __all__ = ["Decision", "Site", "rewrite"]
 
-FINDERS = [x.find for x in (sdpa, sdpa_backends, softmax, modules, flex, packed)]
+FINDERS = (sdpa.find, sdpa_backends.find, softmax.find, modules.find, flex.find, packed.find)
 _log = logging.getLogger("sage_inductor")
 
 

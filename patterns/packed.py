@@ -1,5 +1,6 @@
-"""Calls of other libraries' attention ops, which stay what they are: a row each. Arguments are read
-by the names in the ops' schemas, because flash-attn's differ from release to release.
+"""Calls of other libraries' attention ops, which stay what they are: a row each (fastvideo.py's, of
+which some are rewritten, are found from here). Arguments are read by the names in the ops' schemas,
+because flash-attn's differ from release to release.
 
     torch_attn._varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, ...)
     flash_attn._flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, ...)
@@ -26,6 +27,7 @@ PAGES = "block_table", "page_table"
 
 
 def find(node: Node, index: GraphIndex) -> Call | None:
+    # Not a finder beside this one, which costs every graph a file and ten calls of Python.
     target: Any = node.target
     anchor: Any = node.args[0] if target is operator.getitem else node
     if fastvideo.NAME in str(getattr(anchor, "target", "")):

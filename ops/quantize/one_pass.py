@@ -102,7 +102,8 @@ def launch_kv(
     BLOCK_DV = pad_head_dim(D_v)
     (k_codes, k_scale), (v_codes, v_scale) = empty_k(k, recipe), empty_v(v, recipe.of_pv)
     rows, row_strides = visible_argument(visible, k.shape, k_mean)
-    # Four programs on an SM, as without means: 32 bytes are spilled with blocks of 32. Untimed.
+    # Four programs on an SM, as without means: 32 bytes are spilled with blocks of 32. It takes 771
+    # us, without means 448 (24 heads, 75,600 tokens in an order; H200, 2026-11-29).
     capped = {"maxnreg": 128} if means else {}
     run(
         _quantize_kv_kernel,

@@ -3,6 +3,7 @@
 The scores of all heads are in memory at once: for studies of the accuracy, not for speed.
 """
 
+import functools
 import math
 
 import torch
@@ -23,6 +24,7 @@ from sage_inductor.ops.reference.quantize import (
     quantize_q,
     unpack,
 )
+from sage_inductor.ops.sparse.listed import named
 from sage_inductor.ops.visibility import listed_keys
 
 
@@ -157,13 +159,9 @@ def _unlisted(a: AttentionCall) -> Tensor:
     name. Nothing asks for the number of blocks: a package would hold for the example's."""
     (block_q, block_kv), n_q = a.blocks.size, torch.arange(a.q.shape[2], device=a.q.device)
     blocks, t = -(-a.n_kv // block_kv), torch.arange(a.tail_k.shape[2], device=n_q.device)
-    named = n_q.new_zeros((*a.blocks.kv_num_blocks.shape, blocks + 1), dtype=torch.bool)
-    for count, index in a.blocks.lists:
-        place = torch.arange(index.shape[3], device=n_q.device)
-        index = torch.where(place < count[..., None], index.long().clamp(0, blocks), blocks)
-        named = named.scatter(3, index, True)
-    named = F.pad(named[..., :-1], (0, 1), value=True)  # the last: where there are no keys
-    return ~named[..., (t * a.tail_block // block_kv).clamp(max=blocks)][:, :, n_q // block_q]
+    found = functools.reduce(torch.logical_or, (named(*x, blocks) for x in a.blocks.lists))
+    found = found[..., (t * a.tail_block // block_kv).clamp(max=blocks - 1)]
+    return ~(found | (t * a.tail_block >= a.n_kv))[:, :, n_q // block_q]
 
 
 def _as_walked(x: Tensor, x_banded: Tensor, walk: Tensor, block_n: int) -> tuple[Tensor, Tensor]:

@@ -256,7 +256,7 @@ def test_a_tail_leaves_the_loops_by_lists_as_they_are(pv, head_dim, blocks, tail
     assert len(plain) == 2 * tile.warpgroups and len(tailed) == 3 * tile.warpgroups
     listed = [loop for n, loop in enumerate(tailed) if n % 3 < 2]
     for n, (before, after) in enumerate(zip(plain, listed, strict=True)):
-        fetches = 110 if tile.warpgroups == 1 else 0  # of the tail, too
+        fetches = 110 if tile.warpgroups == 1 else 0  # of the tail, too; odd: what is hidden in it
         assert abs(len(after) - len(before)) <= (32 if n % 2 else 12) + fetches
     assert all(spilled(loop) <= 8 for loop in tailed), [*map(spilled, tailed)]
 

@@ -40,7 +40,7 @@ Flags, and what each needs:
     CODED    what a block's code says                             BOUNDED
     TAIL     keys of the tail that their list leaves out          TAIL_BLOCK
 
-Calls for which this schedule is not worth it (plan.why_not) use triton.py. So do all calls if the
+Calls for which this schedule is not worth it (tiles.py) use triton.py. So do all calls if the
 installed Triton is none of compat.GLUON, because Gluon is experimental.
 """
 
@@ -500,12 +500,12 @@ def _add_pv(p, v, nth: gl.constexpr, o, alpha, ctx):
     """o * alpha + p v in FP8, in two levels: the tensor cores add up in 13 mantissa bits, so each
     product starts from zero. In 16 bits o + p v: o is scaled before the warpgroup's turn. p, v:
     each of READS blocks, which are products of their own; v's nth CHUNK of channels."""
-    sum = o
+    product = o
     for i in gl.static_range(ctx.READS):
         part = v[i].slice(nth * ctx.CHUNK, ctx.CHUNK, dim=1)
-        sum = warpgroup_mma(p[i], part, sum, use_acc=i > 0 or not ctx.FP8, is_async=True)
-    sum = warpgroup_mma_wait(0, [sum])
-    return o * alpha + sum if ctx.FP8 else sum
+        product = warpgroup_mma(p[i], part, product, use_acc=i > 0 or not ctx.FP8, is_async=True)
+    product = warpgroup_mma_wait(0, [product])
+    return o * alpha + product if ctx.FP8 else product
 
 
 @gluon.jit

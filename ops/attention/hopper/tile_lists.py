@@ -88,7 +88,7 @@ def band_code(
 
 @triton.jit
 def entry_of(first, n, whole, ctx):
-    """The n-th entry of a list; any number if n is one beyond the last."""
+    """The n-th entry of a list; any number if n is beyond the last, by as many as a step reads."""
     place = ctx.stride_lm - (BEFORE_ENTRIES + 1) - (n - whole)
     if ctx.TAIL_BLOCK:
         place -= tail_words(ctx.N_kv, ctx.TAIL_BLOCK) * (ctx.BLOCK_M // 64) + 1
