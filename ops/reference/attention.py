@@ -3,7 +3,6 @@
 The scores of all heads are in memory at once: for studies of the accuracy, not for speed.
 """
 
-import functools
 import math
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK
-from sage_inductor.ops.reference.exact import masked
+from sage_inductor.ops.reference.exact import how_often, masked
 from sage_inductor.ops.reference.quantize import (
     divide,
     interleave,
@@ -24,7 +23,6 @@ from sage_inductor.ops.reference.quantize import (
     quantize_q,
     unpack,
 )
-from sage_inductor.ops.sparse.listed import named
 from sage_inductor.ops.visibility import listed_keys
 
 
@@ -156,12 +154,10 @@ def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def _unlisted(a: AttentionCall) -> Tensor:
     """bool [B or 1, H_q or 1, N_q, T_pad]: keys of the tail for blocks that a query's lists do not
-    name. Nothing asks for the number of blocks: a package would hold for the example's."""
-    (block_q, block_kv), n_q = a.blocks.size, torch.arange(a.q.shape[2], device=a.q.device)
-    blocks, t = -(-a.n_kv // block_kv), torch.arange(a.tail_k.shape[2], device=n_q.device)
-    found = functools.reduce(torch.logical_or, (named(*x, blocks) for x in a.blocks.lists))
-    found = found[..., (t * a.tail_block // block_kv).clamp(max=blocks - 1)]
-    return ~(found | (t * a.tail_block >= a.n_kv))[:, :, n_q // block_q]
+    name."""
+    first = torch.arange(a.tail_k.shape[2], device=a.q.device) * a.tail_block
+    times = how_often(a.blocks, a.q.shape[2], a.n_kv, None, None, False)
+    return (times[..., first.clamp(max=a.n_kv - 1)] == 0) & (first < a.n_kv)
 
 
 def _as_walked(x: Tensor, x_banded: Tensor, walk: Tensor, block_n: int) -> tuple[Tensor, Tensor]:

@@ -47,18 +47,13 @@ def _launch_listed(
     return [flags]
 
 
-def named(counts: Tensor, indices: Tensor, num_blocks: int) -> Tensor:
-    """As in listed_blocks -> bool [B, H, M, num_blocks]: which blocks each list names."""
+@launched_by(_launch_listed)
+def _listed_blocks(counts: Tensor, indices: Tensor, num_blocks: int) -> list[Tensor]:
     place = torch.arange(indices.shape[3], device=indices.device)
     index = indices.long().clamp(0, num_blocks)
     index = torch.where(place < counts[..., None], index, num_blocks)  # what names no block
-    flags = indices.new_zeros((*counts.shape, num_blocks + 1), dtype=torch.bool)
-    return flags.scatter(3, index, True)[..., :-1]
-
-
-@launched_by(_launch_listed)
-def _listed_blocks(counts: Tensor, indices: Tensor, num_blocks: int) -> list[Tensor]:
-    return [named(counts, indices, num_blocks).any(2).to(torch.uint8)]
+    flags = indices.new_zeros((*counts.shape[:2], num_blocks + 1), dtype=torch.uint8)
+    return [flags.scatter(2, index.flatten(2), 1)[..., :-1].contiguous()]
 
 
 def listed_blocks(counts: Tensor, indices: Tensor, num_blocks: int) -> Tensor:
