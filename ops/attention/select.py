@@ -80,7 +80,7 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> lis
     """``sage::attention``."""
     if a.k_scale is not None:
         return [*_attend(run, gpu, a)]
-    prepared = launch_prepare(run, gpu, a.k, a.v, a.visible, a.decoded, a.tail_block, a.perm)
+    prepared = launch_prepare(run, gpu, a.k, a.v, a.visible, a.decoded, a.tail_block, *a.keys_order)
     return [*_attend(run, gpu, a.with_prepared(prepared)), prepared.k_mean]
 
 
@@ -130,7 +130,7 @@ def _attention(a: AttentionCall) -> list[Tensor]:
     """
     more = []
     if a.k_scale is None:
-        prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded, a.tail_block, a.perm)
+        prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded, a.tail_block, *a.keys_order)
         a, more = a.with_prepared(prepared), [prepared.k_mean]
     a = a.without_idle_bounds()
     tile = select(None, a.decoded, a.head_dim, a.attn_mask is not None, a.blocks.size)
