@@ -41,9 +41,9 @@ def compose_documents(
     cu_q: Tensor, T_q: int, cu_k: Tensor | None = None, T_k: int | None = None,
     seqused_k: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """``sage::documents``. cu_q, cu_k: int32 or int64 [S + 1], ascending from 0 to at most T_q, T_k;
-    without cu_k and T_k keys are where queries are. seqused_k [S]: of so many keys all others are
-    left out. Returns, int32 but for the last:
+    """``sage::documents``. cu_q, cu_k: int32 or int64 [S + 1], ascending from 0 to at most T_q and
+    T_k; without cu_k and T_k keys are where queries are. seqused_k [S]: only so many keys of each
+    count. Returns, int32 but for the last:
 
     perm [P], perm_k [P]             the query and the key of each place; -1: none
     spans [S + 1, 4]                 each document's first place and number of keys, and of queries;
@@ -54,6 +54,11 @@ def compose_documents(
     shown [1, 1, 1, P]               bool: places of keys
     """
     S, device = cu_q.shape[0] - 1, cu_q.device
+    for name, x, n in (("cu_q", cu_q, S + 1), ("cu_k", cu_k, S + 1), ("seqused_k", seqused_k, S)):
+        if x is not None and (x.dim() != 1 or x.shape[0] != n or x.is_floating_point()):
+            raise ValueError(
+                f"sage::documents: {name} must be [{n}] of integers, got {[*x.shape]} of {x.dtype}"
+            )
     P = num_places(S, T_q, T_k)
     cu_q = torch.cat([cu_q, cu_q.new_full((1,), T_q)]).long()
     cu_k = cu_q if cu_k is None else torch.cat([cu_k, cu_k[-1:]]).long()

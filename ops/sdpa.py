@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor.ops import compat, gpus
-from sage_inductor.ops.attention.select import attention, select
+from sage_inductor.ops.attention.select import attention, select, why_not_listed
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
 from sage_inductor.ops.documents import places_of
@@ -274,9 +274,8 @@ def _check_documents(call: SdpaCall) -> None:
             f"{name} must be contiguous and on q's device {q.device}, got {x.device}"
         )
     q.shape[0] == 1 or _refuse(f"with spans q must be of one batch, got {[*q.shape]}")
-    (recipe.sharing.one_pass and recipe.of_pv.dtype is not None) or _refuse(
-        f"no kernel for spans with {call.recipe}: k and v must be prepared in one pass, in 8 bits"
-    )
+    reason = why_not_listed(recipe, call.block_q, packed=True)
+    reason and _refuse(f"{reason}, got {call.recipe}")
 
 
 def _check_tail(call: SdpaCall) -> None:

@@ -181,8 +181,8 @@ def _quantize_v_kernel(
 def empty_v(
     v: Tensor, pv: Format, perm: Tensor | None = None, spans: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the codes of v [B, H, N, D], or as many rows as perm has, and for the scales, of all
-    rows or of each document."""
+    """Memory for the codes of v [B, H, N, D], or of perm's rows, and for the scales, of all rows or
+    of each document."""
     B, H, N, D = v.shape
     N = pad_rows(N if perm is None else perm.shape[0])
     codes = v.new_empty((B, H, pad_head_dim(int(D)), N), dtype=pv.dtype)

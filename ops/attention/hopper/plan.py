@@ -83,8 +83,9 @@ def launch(
     list_numbers = sum(map(tuple, list_numbers), ())
     plan_of = _plan if isinstance(q, Tensor) else _plan.__wrapped__
     plan = plan_of(
-        device or q.device, (*q.shape[:2], a.n_q, q.shape[3]), q.stride(), k.shape, v.dtype, v.shape, v.stride(),
-        out.shape[3], out.stride(), a.band_arguments(), a.scale_of_codes, a.n_kv, tile,
+        device or q.device, (*q.shape[:2], a.n_q, q.shape[3]), q.stride(), k.shape, v.dtype,
+        v.shape, v.stride(), out.shape[3], out.stride(), a.band_arguments(), a.scale_of_codes,
+        a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
         a.decoded.rotated, keeps_max, own is not None, a.tail_block or 0,
