@@ -131,6 +131,8 @@ class AttentionCall(NamedTuple):
         def hides(bound: int | None, n) -> bool:
             return bound is not None and not (isinstance(n, int) and bound >= n - 1)
 
+        if self.left is None and self.right is None:
+            return self
         n_q, n_kv = self.n_q, self.n_kv
         far_left, far_right = (n_kv, n_q) if self.bottom_right else (n_q, n_kv)
         return self._replace(

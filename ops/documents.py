@@ -13,8 +13,8 @@ a band is that of the bottom right, as in flash-attn.
     3 queries, 130 keys     queries 127 .. 129; keys 0 .. 129
     130 queries, 3 keys     queries 1 .. 130; keys 128 .. 130, as keys begin with a block
 
-How long documents are is data: P, the number of places, is the most that S documents of so many
-tokens can take, and a graph with other lengths is the same.
+How long documents are is data: P, the number of places, is the most that S documents of T tokens
+can take, and a graph with other lengths is the same.
 """
 
 import torch
@@ -42,8 +42,8 @@ def compose_documents(
     seqused_k: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """``sage::documents``. cu_q, cu_k: int32 or int64 [S + 1], ascending from 0 to at most T_q and
-    T_k; without cu_k and T_k keys are where queries are. seqused_k [S]: only so many keys of each
-    count. Returns, int32 but for the last:
+    T_k; without cu_k and T_k keys are where queries are. seqused_k [S]: the number of keys of each
+    that count. Returns, int32 but for the last:
 
     perm [P], perm_k [P]             the query and the key of each place; -1: none
     spans [S + 1, 4]                 each document's first place and number of keys, and of queries;
@@ -61,7 +61,7 @@ def compose_documents(
             )
     P = num_places(S, T_q, T_k)
     cu_q = torch.cat([cu_q, cu_q.new_full((1,), T_q)]).long()
-    cu_k = cu_q if cu_k is None else torch.cat([cu_k, cu_k[-1:]]).long()
+    cu_k = cu_q if cu_k is None else torch.cat([cu_k, cu_k.narrow(0, S, 1)]).long()
     n_q, n_k = cu_q.diff(), cu_k.diff()
     if seqused_k is not None:
         n_k = torch.minimum(n_k, F.pad(seqused_k.long(), (0, 1)))
@@ -73,21 +73,24 @@ def compose_documents(
     # Where some begin at one place, all but the last have no token.
     document = torch.bucketize(places, begin, right=True) - 1
 
+    # By methods: an index of fake tensors asks for their GPU, which may not be there.
     def tokens(cu: Tensor, first: Tensor, n: Tensor) -> Tensor:
-        row = places - first[document]
-        return torch.where((row >= 0) & (row < n[document]), cu[document] + row, -1)
+        row = places - first.index_select(0, document)
+        here = (row >= 0) & (row < n.index_select(0, document))
+        return torch.where(here, cu.index_select(0, document) + row, -1)
 
     perm, perm_k = tokens(cu_q, first_q, n_q), tokens(cu_k, first_k, n_k)
-    of_block = document[::BLOCK]
-    listed = torch.where(of_block < S, _blocks(n_k)[of_block] // BLOCK, 0)
-    blocks = torch.arange(P // BLOCK, device=device)
-    indices = (first_k[of_block] // BLOCK)[:, None] + blocks
+    of_block = document.view(-1, BLOCK).select(1, 0)
+    listed = torch.where(of_block < S, _blocks(n_k).index_select(0, of_block) // BLOCK, 0)
+    begins = first_k.index_select(0, of_block).unsqueeze(1) // BLOCK
+    indices = begins + torch.arange(P // BLOCK, device=device)
     found = (
-        perm, perm_k, torch.stack([first_k, n_k, first_q, n_q], 1), document[::K_BLOCK],
-        listed[None, None], indices[None, None],
+        perm, perm_k, torch.stack([first_k, n_k, first_q, n_q], 1),
+        document.view(-1, K_BLOCK).select(1, 0), listed.view(1, 1, -1),
+        indices.view(1, 1, *indices.shape),
     )  # fmt: skip
     found = [x.to(torch.int32, copy=True, memory_format=torch.contiguous_format) for x in found]
-    return [*found, (perm_k >= 0)[None, None, None]]
+    return [*found, (perm_k >= 0).view(1, 1, 1, -1)]
 
 
 documents = torch.library.custom_op("sage::documents", compose_documents, mutates_args=())

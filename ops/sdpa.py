@@ -113,11 +113,6 @@ class SdpaCall(NamedTuple):
         """perm of keys, spans and documents."""
         return self.perm if self.perm_k is None else self.perm_k, self.spans, self.documents
 
-    @property
-    def n_kv(self):
-        """Keys, or places of them."""
-        return self.k.shape[2] if self.perm is None else self.perm.shape[0]
-
     def of_seen_keys(self) -> "SdpaCall":
         """The same call without the keys that its band hides from every query: they are in no mean
         and no scale, and take no time. All stay where k and v are prepared, for other calls, too,
@@ -310,9 +305,10 @@ def _of_tokens(lse: Tensor, k_mean: Tensor, call: SdpaCall) -> Tensor:
     """lse [1, H_q, P] of places, and what k_mean [S, H_kv, D] took off it -> [1, H_q, T]."""
     T = call.q.shape[2]
     place = places_of(call.perm, T)
-    mean = k_mean[call.documents[place // K_BLOCK].long()].transpose(0, 1)  # [H_kv, T, D]
+    document = call.documents.index_select(0, place // K_BLOCK)
+    mean = k_mean.index_select(0, document).transpose(0, 1).unsqueeze(1)  # [H_kv, 1, T, D]
     group = call.q.unflatten(1, (k_mean.shape[1], -1))
-    return lse[:, :, place] + call.scale * (group * mean[None, :, None]).sum(-1).flatten(1, 2)
+    return lse.index_select(2, place) + call.scale * (group * mean).sum(-1).flatten(1, 2)
 
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -322,7 +318,7 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, prepared = call.q, call.k, call.v, None
     if call.perm is not None and recipe.of_pv.dtype is None:
         v = ordered(v, call.perm)
-    seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks, call.n_kv)
+    seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks, call.perm)
     if call.prepared:
         prepared = Prepared(*call.prepared)
     elif recipe.of_qk.smooths_q or (call.tail_block is None and compat.folds_constants()):
@@ -379,14 +375,14 @@ def compose_prepare(
 
 
 def _visibility(
-    k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS, n_kv: int | None = None
+    k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS, perm: Tensor | None = None
 ) -> Visibility:
     """What the tiles of queries see of the kernel that computes the call."""
     capability = None if k.device.type == "cpu" else gpus.capability(k.device)
     head_dim = max(int(k.shape[3]), int(v.shape[3]))
     lists = blocks.size, blocks.tail_block is not None
     tile = select(capability, recipe, head_dim, attn_mask is not None, *lists)
-    n_kv = k.shape[2] if n_kv is None else n_kv
+    n_kv = k.shape[2] if perm is None else perm.shape[0]
     return Visibility.of(attn_mask, band, n_kv, tile.BLOCK_M, blocks)
 
 

@@ -162,7 +162,7 @@ def prepared_call(recipe: str, **given) -> AttentionCall:
     """What the attention op takes of k and v that are prepared."""
     call = sdpa_call(recipe, **given).of_seen_keys()
     r, (q, k, v) = NAMED[recipe], call[:3]
-    seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks, call.n_kv)
+    seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks, call.perm)
     if call.tail_block is None:
         prepared = of_sdpa.prepare(k, v, seen, r, *call.keys_order)
     else:

@@ -60,7 +60,7 @@ def _quantize_kv_kernel(
     visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
     of_mean, first = None, 0
     if Documents is not None:
-        document = tl.load(Documents + block)
+        document = tl.load(Documents + block).to(tl.int64)
         of_mean, first = document * H + head, tl.load(Spans + 4 * document) // K_BLOCK
     T, T_pad = 0, 0
     if TAIL:

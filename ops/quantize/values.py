@@ -132,8 +132,8 @@ def quantize_v_again_kernel(
     if tl.load(Beyond + of_head) != 0:
         first, end = 0, N_pad // BLOCK_N
         if Spans is not None:
-            first, length = span_of(Spans, of_head // H)
-            first = first // BLOCK_N
+            place, length = span_of(Spans, of_head // H)
+            first = place // BLOCK_N
             end = first + tl.cdiv(length, PAD_N) * (PAD_N // BLOCK_N)
         mean = tl.load(V_mean + of_head * channels + d, mask=d < channels, other=0.0)
         bits = tl.zeros([BLOCK_D], tl.int32)

@@ -184,7 +184,7 @@ def by_kernels(case: Case) -> tuple[Tensor, Tensor]:
     """The portable kernels; lse of smoothed keys."""
     call, r = case.call(), NAMED[case.recipe]
     prepared = launch_prepare(run, Gpu((8, 9), 1), *call[1:3], None, r, None, *call.keys_order)
-    seen = Visibility.of(call.attn_mask, case.band, call.n_kv, 128, call.blocks)
+    seen = Visibility.of(call.attn_mask, case.band, call.perm.shape[0], 128, call.blocks)
     a = attention_call(*call[:3], prepared, seen, call.scale, r, order=call[-4:])
     out, lse = support.launch_portable(a, Tile(128, 64, 4, 2))
     return out, lse[:, :, places_of(call.perm, case.q.shape[2])]
@@ -272,8 +272,8 @@ REFUSED = {
     "perm, perm_k, documents, and block lists": dict(kv_num_blocks=None),
     "spans go without prepared, tail_block": dict(tail_block=64),
     "and packages for a CPU": dict(portable=True),
-    "no kernel for spans with int4": dict(recipe=NAMED["sage2-4b"].encode()),
-    "prepared in one pass, in 8 bits": dict(recipe=NAMED["sage1-per-token"].encode()),
+    "no kernel for packed documents but those": dict(recipe=NAMED["sage2-4b"].encode()),
+    "an 8-bit v in one pass, got": dict(recipe=NAMED["sage1-per-token"].encode()),
     "spans must be int32, got torch.int64": dict(spans=torch.zeros(2, 4).long()),
     "documents must be contiguous": dict(documents=torch.zeros(16).int()[::2]),
     "q must be of one batch, got .2": dict(q=torch.zeros(2, 2, 70, 16)),
