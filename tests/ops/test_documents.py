@@ -24,6 +24,7 @@ from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.quantize.op import launch_prepare
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference.exact import attention_exact
+from sage_inductor.ops.reference.quantize import sample_rows
 from sage_inductor.ops.sdpa import SdpaCall, attention_call, check
 from sage_inductor.ops.visibility import Band, Visibility, seen_keys
 
@@ -97,6 +98,9 @@ def drawn(seed: int, runner: Runner, longest: int, dtype: torch.dtype | None = N
     for s, (begin, end) in enumerate(itertools.pairwise([0, *itertools.accumulate(of_k)])):
         factor = draw.choice([1, 1, 1000, 1e-3])
         end_used = end if used is None else min(end, begin + used[s])
+        unseen = [i for i in range(end_used - begin) if i not in sample_rows(end_used - begin)]
+        if unseen:  # beyond what is estimated of a sample
+            v[:, :, begin + draw.choice(unseen)] *= 50
         for x in (k, v):
             x[:, :, begin:end] *= factor
             x[:, :, end_used:end] = math.nan

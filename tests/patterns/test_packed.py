@@ -188,6 +188,15 @@ def test_auto_leaves_documents_until_they_are_timed(given, reason, monkeypatch):
     assert site.recipe == (None if reason else "sage2-8b-rotated")
 
 
+def test_packages_for_a_cpu_hold_no_documents():
+    q = torch.randn(T, H, D, dtype=torch.bfloat16)
+    with torch.no_grad():
+        _, (site,) = run_rewritten(
+            lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q, emulate=True, portable=True
+        )
+    assert site.reason == "no kernel for packed documents in a package for a CPU"
+
+
 def test_documents_that_train_stay():
     q = torch.randn(T, H, D, dtype=torch.bfloat16, requires_grad=True)
     (site,) = sites_of(lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q)
