@@ -54,6 +54,9 @@ class AttentionCall(NamedTuple):
     tail_bias: Tensor | None = None
     perm: Tensor | None = None  # SdpaCall's: how q is read, out and lse are stored, and what the op
     # prepares of k and v is read. All else comes in that order, v in 16 bits, too
+    perm_k: Tensor | None = None  # SdpaCall's three. Then n_kv is the number of places, lse is of
+    spans: Tensor | None = None  # places, and Prepared's k_mean, v_scale and v_mean are [S, H, D]
+    documents: Tensor | None = None
 
     def with_prepared(self, p: Prepared) -> "AttentionCall":
         of_kernels = p._replace(v=self.v if p.v is None else p.v)._asdict()
@@ -64,13 +67,13 @@ class AttentionCall(NamedTuple):
     def of(
         cls, q: Tensor, prepared: Prepared, v_16bit: Tensor, visibility: Visibility, scale: float,
         n_kv: int, recipe: Recipe, out_bnhd: bool = False, of_q: tuple = (None, None),
-        visible: Tensor | None = None, warpgroups: int | None = None, perm: Tensor | None = None,
+        visible: Tensor | None = None, warpgroups: int | None = None, order: tuple = (None,) * 4,
     ) -> "AttentionCall":  # fmt: skip
         p = prepared
         return cls(
             q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
             out_bnhd, *visibility[:2], *visibility.band, p.v_scale, p.v_mean, p.k_blocks,
-            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks, *p[-4:], perm,
+            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks, *p[-4:], *order,
         )  # fmt: skip
 
     @property
@@ -81,9 +84,19 @@ class AttentionCall(NamedTuple):
     def band(self) -> Band:
         return Band(self.left, self.right, self.bottom_right)
 
+    @property
+    def keys_order(self) -> tuple:
+        """perm of keys, spans and documents."""
+        return self.perm if self.perm_k is None else self.perm_k, self.spans, self.documents
+
+    @property
+    def n_q(self):
+        """Queries, or places of them."""
+        return self.q.shape[2] if self.perm is None else self.perm.shape[0]
+
     def shape(self, device: torch.device | Gpu) -> CallShape:
         """What a kernel on this device is chosen by."""
-        (B, H_q, N_q, D), H_kv, mask = self.q.shape, self.k.shape[1], self.attn_mask
+        (B, H_q, _, D), H_kv, mask, N_q = self.q.shape, self.k.shape[1], self.attn_mask, self.n_q
         of_mask = (None, None) if mask is None else (mask.shape, mask.dtype)
         return CallShape(
             device, self.q.dtype, (B, H_q, N_q, int(D)), (B, H_kv, self.n_kv, int(D)),
@@ -118,7 +131,9 @@ class AttentionCall(NamedTuple):
         def hides(bound: int | None, n) -> bool:
             return bound is not None and not (isinstance(n, int) and bound >= n - 1)
 
-        n_q, n_kv = self.q.shape[2], self.n_kv
+        if self.left is None and self.right is None:
+            return self
+        n_q, n_kv = self.n_q, self.n_kv
         far_left, far_right = (n_kv, n_q) if self.bottom_right else (n_q, n_kv)
         return self._replace(
             left=self.left if hides(self.left, far_left) else None,
@@ -126,13 +141,15 @@ class AttentionCall(NamedTuple):
         )
 
     def empty_outputs(self) -> tuple[Tensor, Tensor]:
-        return empty_outputs(self.q, self.head_dim_v, self.out_bnhd)
+        out, lse = empty_outputs(self.q, self.head_dim_v, self.out_bnhd)
+        return out, lse if self.spans is None else lse.new_empty((*lse.shape[:2], self.n_q))
 
     def fake(self) -> list[Tensor]:
         """What the op gives, without memory."""
         found = [*self.empty_outputs()]
         if self.k_scale is None:
             B, H, _, D = self.k.shape
+            B = B if self.spans is None else self.spans.shape[0]
             found.append(self.k.new_empty((B, H, D), dtype=torch.float32))
         return found
 

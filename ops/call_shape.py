@@ -31,6 +31,7 @@ class CallShape(NamedTuple):
     has_tail: bool = False  # means stand for the blocks that no list names
     is_flex: bool = False  # flex_attention computes it, which needs no mask for a window
     trains: bool = False  # forward and backward are timed together
+    packed: bool = False  # q, k and v hold documents, and lists and mask say which (documents.py)
 
     @property
     def kind(self) -> str:

@@ -55,11 +55,27 @@ opens(cube_order, compose_order)
 
 @triton.jit
 def token_of(Perm, n, N):
-    """The tokens that are attended as the n-th of N. Perm: int32 [N]; None: as they come."""
+    """The tokens that are attended as the n-th of N; -1: none. Perm: int32 [N]; None: as they
+    come."""
     if Perm is None:
         return n
     else:
         return tl.load(Perm + n, mask=n < N, other=0).to(n.dtype)
+
+
+@triton.jit
+def is_token(Perm, token, n, N):
+    """Whether there is an n-th of N, `token_of` them."""
+    if Perm is None:
+        return n < N
+    else:
+        return (n < N) & (token >= 0)
+
+
+@triton.jit
+def span_of(Spans, document):
+    """(first place, number) of a document's keys: documents.py."""
+    return tl.load(Spans + 4 * document), tl.load(Spans + 4 * document + 1)
 
 
 def ordered(x: Tensor, perm: Tensor | None) -> Tensor:

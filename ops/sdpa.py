@@ -25,10 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sage_inductor.ops import compat, gpus
-from sage_inductor.ops.attention.select import attention, select
+from sage_inductor.ops.attention.select import attention, select, why_not_listed
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
-from sage_inductor.ops.formats import HEAD_DIMS, MAX_ROWS, TAIL_BLOCKS, Prepared
+from sage_inductor.ops.documents import places_of
+from sage_inductor.ops.formats import HEAD_DIMS, K_BLOCK, MAX_ROWS, TAIL_BLOCKS, Prepared
 from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.quantize.smooth import launch_unsmooth, smooth_q
@@ -78,6 +79,12 @@ class SdpaCall(NamedTuple):
     tail_block: int | None = None
     perm: Tensor | None = None  # int32 [N], a permutation: token perm[i] is the i-th of the lists'
     # blocks (layout.py). q, k, v, out and lse are in their own order
+    perm_k: Tensor | None = None  # of keys, where it is another; int32 [P], and
+    spans: Tensor | None = None  # [S, 4] and
+    documents: Tensor | None = (
+        None  # [P / 64], of documents packed one after another (documents.py).
+    )
+    # Then q, k and v are of tokens; perm, lists, band and attn_mask of P places
 
     @classmethod
     def of(
@@ -100,6 +107,11 @@ class SdpaCall(NamedTuple):
     @property
     def band(self) -> Band:
         return Band(self.left, self.right, self.bottom_right)
+
+    @property
+    def keys_order(self) -> tuple:
+        """perm of keys, spans and documents."""
+        return self.perm if self.perm_k is None else self.perm_k, self.spans, self.documents
 
     def of_seen_keys(self) -> "SdpaCall":
         """The same call without the keys that its band hides from every query: they are in no mean
@@ -178,7 +190,8 @@ def check(call: SdpaCall) -> None:
         attn_mask.device == q.device or _refuse(
             f"attn_mask must be on q's device {q.device}, got {attn_mask.device}"
         )
-        full = (*q.shape[:3], k.shape[2])
+        lengths = (q.shape[2], k.shape[2]) if call.spans is None else 2 * tuple(call.perm.shape)
+        full = (*q.shape[:2], *lengths)
         shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
         (
             2 <= attn_mask.dim() <= 4
@@ -193,7 +206,9 @@ def check(call: SdpaCall) -> None:
         _check_blocks(call.blocks, q)
     if call.tail_block is not None:
         _check_tail(call)
-    if call.perm is not None:
+    if call.spans is not None:
+        _check_documents(call)
+    elif call.perm is not None:
         _check_perm(call, call.perm)
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)
@@ -240,6 +255,24 @@ def _check_perm(call: SdpaCall, perm: Tensor) -> None:
     )
 
 
+def _check_documents(call: SdpaCall) -> None:
+    q, recipe = call.q, decode(call.recipe)
+    given = {name: getattr(call, name) for name in ("perm", "perm_k", "spans", "documents")}
+    complete = call.blocks.size is not None and all(x is not None for x in given.values())
+    complete or _refuse("spans go with perm, perm_k, documents, and block lists")
+    others = call.prepared or call.tail_block or call.portable and q.device.type == "cpu"
+    others and _refuse("spans go without prepared, tail_block, and packages for a CPU")
+    for name, x in given.items():
+        if x.dtype != torch.int32:
+            raise TypeError(f"sage::sdpa: {name} must be int32, got {x.dtype}")
+        (x.device == q.device and x.is_contiguous()) or _refuse(
+            f"{name} must be contiguous and on q's device {q.device}, got {x.device}"
+        )
+    q.shape[0] == 1 or _refuse(f"with spans q must be of one batch, got {[*q.shape]}")
+    reason = why_not_listed(recipe, call.block_q, packed=True)
+    reason and _refuse(f"{reason}, got {call.recipe}")
+
+
 def _check_tail(call: SdpaCall) -> None:
     mask, size = call.attn_mask, call.tail_block
     size in TAIL_BLOCKS or _refuse(f"tail_block must be None or of {TAIL_BLOCKS}, got {size}")
@@ -262,23 +295,35 @@ def _refuse(message: str) -> None:
 def compose(call: SdpaCall) -> tuple[Tensor, Tensor]:
     """`sdpa`, as calls of the ops that it is made of."""
     out, lse, k_mean = attend(call)
+    if call.spans is not None:
+        return out, _of_tokens(lse, k_mean, call)
     correction = lse, call.q, k_mean, call.scale
     return out, *(_unsmoothed_lse if call.portable else unsmoothed_lse)(*correction)
+
+
+def _of_tokens(lse: Tensor, k_mean: Tensor, call: SdpaCall) -> Tensor:
+    """lse [1, H_q, P] of places, and what k_mean [S, H_kv, D] took off it -> [1, H_q, T]."""
+    T = call.q.shape[2]
+    place = places_of(call.perm, T)
+    document = call.documents.index_select(0, place // K_BLOCK)
+    mean = k_mean.index_select(0, document).transpose(0, 1).unsqueeze(1)  # [H_kv, 1, T, D]
+    group = call.q.unflatten(1, (k_mean.shape[1], -1))
+    return lse.index_select(2, place) + call.scale * (group * mean).sum(-1).flatten(1, 2)
 
 
 def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse of the smoothed keys, and k_mean: by one op unless q is smoothed, k and v are
     prepared, or Inductor may prepare them once for all, if they are constants."""
-    call, recipe = call.of_seen_keys(), decode(call.recipe)
+    call, recipe, order = call.of_seen_keys(), decode(call.recipe), call[-4:]
     q, k, v, prepared = call.q, call.k, call.v, None
     if call.perm is not None and recipe.of_pv.dtype is None:
         v = ordered(v, call.perm)
-    seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks)
+    seen = _visibility(k, v, call.attn_mask, call.band, recipe, call.blocks, call.perm)
     if call.prepared:
         prepared = Prepared(*call.prepared)
     elif recipe.of_qk.smooths_q or (call.tail_block is None and compat.folds_constants()):
-        prepared = prepare(k, v, seen, recipe, call.perm)
-    how = call.scale, recipe, call.out_bnhd, call.warpgroups, call.perm
+        prepared = prepare(k, v, seen, recipe, *call.keys_order)
+    how = call.scale, recipe, call.out_bnhd, call.warpgroups, order
     found = attention(*attention_call(q, k, v, prepared, seen, *how))
     return (*found, prepared.k_mean) if prepared else tuple(found)
 
@@ -286,21 +331,22 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
 def attention_call(
     q: Tensor, k: Tensor, v: Tensor, prepared: Prepared | None, visibility: Visibility,
     scale: float, recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
-    perm: Tensor | None = None,
+    order: tuple = (None,) * 4,
 ) -> AttentionCall:  # fmt: skip
     """What the attention op takes: with q's means where q is smoothed, and v itself, in 16 bits,
     where v is not quantized. prepared None: the op prepares k and v."""
-    of_q, visible = (None, None), None
+    (perm, _, spans, _), of_q, visible = order, (None, None), None
     if prepared is None:
-        prepared, visible = Prepared(k, None, None), visibility.keys(k)
+        prepared = Prepared(k, None, None)
+        visible = visibility.keys(k) if spans is None else None
     elif recipe.of_qk.smooths_q:
         ordered_q, ordered_k = ordered(q, perm), ordered(k, perm)
         of_q = smooth_q(ordered_q, ordered_k, prepared.k_mean, visibility.keys(k))
     if recipe.of_pv.dtype is None and v.dtype == torch.float32:
         v = v.bfloat16()
     return AttentionCall.of(
-        q, prepared, v, visibility, scale, k.shape[2], recipe, out_bnhd, of_q, visible, warpgroups,
-        perm,
+        q, prepared, v, visibility, scale, k.shape[2] if perm is None else perm.shape[0], recipe,
+        out_bnhd, of_q, visible, warpgroups, order,
     )  # fmt: skip
 
 
@@ -328,20 +374,25 @@ def compose_prepare(
     return prepare(k, v, visibility, r).tensors()
 
 
-def _visibility(k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS) -> Visibility:
+def _visibility(
+    k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS, perm: Tensor | None = None
+) -> Visibility:
     """What the tiles of queries see of the kernel that computes the call."""
     capability = None if k.device.type == "cpu" else gpus.capability(k.device)
     head_dim = max(int(k.shape[3]), int(v.shape[3]))
     lists = blocks.size, blocks.tail_block is not None
     tile = select(capability, recipe, head_dim, attn_mask is not None, *lists)
-    return Visibility.of(attn_mask, band, k.shape[2], tile.BLOCK_M, blocks)
+    n_kv = k.shape[2] if perm is None else perm.shape[0]
+    return Visibility.of(attn_mask, band, n_kv, tile.BLOCK_M, blocks)
 
 
 def prepare(
-    k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe, perm: Tensor | None = None
-) -> Prepared:
+    k: Tensor, v: Tensor, visibility: Visibility, recipe: Recipe, perm: Tensor | None = None,
+    spans: Tensor | None = None, documents: Tensor | None = None,
+) -> Prepared:  # fmt: skip
     """What kernels read of k and v. perm: the order of it."""
-    return Prepared(*quantize_kv(k, v, visibility.keys(k), recipe.encode(), perm))
+    visible = visibility.keys(k) if spans is None else None
+    return Prepared(*quantize_kv(k, v, visible, recipe.encode(), perm, spans, documents))
 
 
 def _sdpa_fake(call: SdpaCall) -> tuple[Tensor, Tensor]:

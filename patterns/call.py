@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops.call_shape import CallShape
+from sage_inductor.ops.documents import BLOCK
 from sage_inductor.ops.recipe import NAMED, decode
 from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.visibility import FULL, NO_LISTS, Band, BlockLists
@@ -46,6 +47,9 @@ class Call:
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
     recipe: str | None = None  # the argument of sage_inductor.attention, as the next
     keep: Selection | dict[str, Any] | float | None = None
+    # cu_q, and cu_k and seqused_k or None, where q, k and v hold documents: ops/documents.py. The
+    # band is then that of each, at its bottom right.
+    documents: tuple[Node, Node | None, Node | None] | None = None
     sink: Node | None = None  # [B, H_q, N_q, 1]: a score more in each row, of a value of 0
     lse: Node | None = None  # the exact one [B, H_q, N_q], fp32, where the call returns it
     selection: Selection | None = None  # which blocks of keys are kept, where that is asked for
@@ -58,12 +62,17 @@ class Call:
         shapes = (tuple(x.shape) for x in (q, k, v))
         is_flex = self.spelling == "flex_attention"
         has_tail = self.selection is not None and self.selection.tail
-        of_call = self.band, *of_mask, self.block_size, has_tail, is_flex
+        if self.documents is not None:
+            of_mask = (1, 1, 1, k.shape[2]), torch.bool
+        packed = self.documents is not None
+        of_call = self.band, *of_mask, self.block_size, has_tail, is_flex, False, packed
         return CallShape(q.device, self.out.dtype, *shapes, *of_call)
 
     @property
     def block_size(self) -> tuple[int, int] | None:
         """Queries and keys of a block, where lists say which blocks are computed."""
+        if self.documents is not None:
+            return BLOCK, BLOCK
         return self.blocks.size if self.selection is None else self.selection.size
 
 
@@ -169,6 +178,8 @@ GATHERS = (torch.ops.sage.gather_sdpa, torch.ops.sage.gather_sdpa.default)
 def mask_text(call: Call) -> str:
     """What hides keys or takes weight from them, for people: "causal + bool[1, 1, 64, 64]"."""
     parts = [] if call.band.kind == "full" else [str(call.band)]
+    if call.documents is not None:
+        parts.append("packed documents")
     if call.blocks.size is not None:
         parts.append("blocks of {} x {}".format(*call.blocks.size))
     if call.attn_mask is not None:

@@ -239,9 +239,12 @@ BLOCK_SIZE = Cause("a BlockMask must have blocks of {}, got {}",
 
 # -- other libraries' ops (packed.py) ----
 
-PACKED = Cause("packed sequences have no 8-bit kernel: {} tokens in {} documents",
-    "nothing to do where documents are short; a long one gains as a call of "
-    "F.scaled_dot_product_attention of its own", "packed sequences")
+PACKED = Cause("packed documents in 8 bits were timed on no GPU: {} tokens in {} documents",
+    "sage.force=True rewrites the call; a long document gains as a call of "
+    "F.scaled_dot_product_attention of its own", "packed documents")
+PACKED_WITH = Cause("packed attention with {} has no 8-bit kernel", "call it without", )
+PACKED_TRAINING = Cause("packed documents have no 8-bit backward",
+    "call it under torch.no_grad(), or train by F.scaled_dot_product_attention")
 PAGES = Cause("the keys lie in pages", "give contiguous keys; servers have kernels of their own")
 CHUNKED = Cause("packed documents are attended one after another, so a graph breaks at `.tolist()` "
     "and is compiled for each number of them ({} graphs so far)",

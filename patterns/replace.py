@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops.decode_call import DecodeCall
+from sage_inductor.ops.documents import BLOCK
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.sparse.selector import Selection
@@ -83,13 +84,15 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         lists = (emit(operator.getitem, selected, i) for i in range(2))
         tail_block = asked.tail_block if asked.tail else None
         blocks = BlockLists(*lists, None, None, *asked.size, tail_block)
+    if call.documents is not None:
+        perm, attn_mask, blocks = _documents(call)
     args = SdpaCall(
         q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
         scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,
         *blocks, *perm,
     )  # fmt: skip
-    defaults = 0 if perm else 1 if blocks.tail_block else 2 if blocks.size else len(blocks) + 1
-    args = tuple(args)[: len(args) - defaults]
+    given = next(i for i, x in enumerate(reversed(args)) if x is not None)
+    args = tuple(args)[: len(args) - given]
     if is_copied:
         written = BHND if order == BHND else BNHD
         out = out.new_empty([out.shape[d] for d in written]).permute(written)
@@ -119,6 +122,24 @@ def _order(call: Call, keep: Selection) -> tuple:
         if node.args[1:] == args and alike and node < emit.anchor:
             return (node,)
     return (emit(op, call.q, *args),)
+
+
+def _documents(call: Call) -> tuple[tuple, Node, BlockLists]:
+    """(perm, perm_k, spans, documents), the mask and the lists of blocks by which documents are
+    attended, which the calls of a graph that have the same share."""
+    emit, op, (cu_q, cu_k, used) = call.emit, torch.ops.sage.documents.default, call.documents
+    args = [cu_q, emit.size(call.q, 2), cu_k, cu_k and emit.size(call.k, 2), used]
+    cus, sizes = (args[::2], tuple(map(value_of, args[1::2])))
+    found = emit.anchor.graph.find_nodes(op="call_function", target=op)
+    for node in found if not any(map(emit.index.writers_of, filter(None, cus))) else ():
+        given = (*node.args, None, None, None)[:5]
+        alike = equal(tuple(map(value_of, given[1::2])), sizes)
+        if alike and all(map(operator.is_, given[::2], cus)) and node < emit.anchor:
+            break
+    else:
+        node = emit(op, *(args if cu_k else args[:2]))
+    *order, counts, indices, shown = (emit(operator.getitem, node, i) for i in range(7))
+    return tuple(order), shown, BlockLists(counts, indices, None, None, BLOCK, BLOCK)
 
 
 def _codes(x: Any, emit: Emitter, of_v: bool = False) -> tuple[Any, Any, bool]:

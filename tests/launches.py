@@ -285,11 +285,13 @@ def contiguous(dtype: torch.dtype, *shape: Facts):
 def attention(
     B: Facts, N_q: Facts, N_kv: Facts, recipe: str, D: int, heads=(16, 16), D_v: int | None = None,
     dtype=torch.bfloat16, q="bnhd", v="bnhd", mask: str | None = None,
-    lists: tuple = (), prepared: bool = True, ordered: bool = False, **given,
+    lists: tuple = (), prepared: bool = True, ordered: bool = False, packed: bool = False, **given,
 ) -> dict:  # fmt: skip
     """The arguments of attention. lists: of blocks of 128, for each head or for all. prepared: k and
     v are. ordered: with an order of tokens."""
-    r, f = NAMED[recipe], Facts.of
+    r, f, (T_q, T_kv) = NAMED[recipe], Facts.of, (N_q, N_kv)
+    if packed:
+        N_q = N_kv = (T_q + f(127)) // f(128) * f(128) + f(512)
     H_q, H_kv = map(f, heads)
     D_v = D_v or D
     N_pad = (N_kv + f(127)) // f(128) * f(128)
@@ -351,12 +353,19 @@ def attention(
         }
     if not prepared:
         k, codes = (
-            tensor(dtype, x, strides(v, x)) for x in ((B, H_kv, N_kv, f(n)) for n in (D, D_v))
+            tensor(dtype, x, strides(v, x))
+            for x in ((B, H_kv, T_kv if packed else N_kv, f(n)) for n in (D, D_v))
         )
         k_scale = v_scale = v_mean = None
-        given["visible"] = contiguous(torch.uint8, B, f(1), N_kv) if mask or lists else None
-    if ordered:
+        shown = (mask or lists) and not packed
+        given["visible"] = contiguous(torch.uint8, B, f(1), N_kv) if shown else None
+    if ordered or packed:
         given["perm"] = contiguous(torch.int32, N_q)
+    if packed:
+        given["perm_k"] = contiguous(torch.int32, N_q)
+        given["spans"] = contiguous(torch.int32, f(5), f(4))
+        given["documents"] = contiguous(torch.int32, N_q // f(64))
+        shape = B, H_q, T_q, f(D)
     call = AttentionCall(
         tensor(dtype, shape, strides(q, shape)), k, k_scale, codes, D**-0.5,
         N_kv, r.encode(), v_scale=v_scale, v_mean=v_mean,
@@ -509,6 +518,10 @@ ATTENTION = {  # name -> B, N, the others of `attention`
     "lists": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads", "heads"))),
     "lists_of_one": (Facts(1, 64), SHORT, dict(recipe=FP8, D=64, lists=("one",), **CAUSAL)),
     "ordered": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads",), prepared=False, ordered=True)),
+    "packed": (
+        Facts.of(1), SHORT,
+        dict(recipe=FP8, D=128, lists=("one",), mask="keys", prepared=False, packed=True, q="chunked", right=0),
+    ),
     "portable_ordered": (Facts(1, 64), SHORT, dict(recipe="sage2-8b", D=64, lists=("one",), ordered=True)),
     "tail": (Facts(1, 64), SHORT, dict(recipe=FP8, D=128, lists=("heads",), tail_block=64)),
     "tail_b16": (

@@ -99,8 +99,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def qkv(D: int = 128, dtype=torch.bfloat16, lengths=LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
-    return support.qkv(B, H_Q, H_KV, *lengths, D, dtype, "meta")
+def qkv(
+    D: int = 128, dtype=torch.bfloat16, lengths=LENGTHS, batch: int = B
+) -> tuple[Tensor, Tensor, Tensor]:
+    return support.qkv(batch, H_Q, H_KV, *lengths, D, dtype, "meta")
 
 
 def rows_of(N: int, *shape: int, dtype=torch.uint8) -> Tensor:
@@ -133,19 +135,26 @@ def in_order(size: tuple[int, int] = (128, 64)) -> dict:
     return dict(size=size, lengths=ORDERED, perm=empty(ORDERED[0], dtype=torch.int32))
 
 
+def in_documents(right: int | None = None, count: int = 3) -> dict:
+    """What a call is given to attend so many packed documents, with a band of `right`."""
+    T, cu = ORDERED[0], empty(count + 1, dtype=torch.int32)
+    *order, counts, indices, shown = torch.ops.sage.documents(cu, T)
+    order = dict(zip(("perm", "perm_k", "spans", "documents"), order, strict=True))
+    lists = dict(kv_num_blocks=counts, kv_indices=indices, block_q=128, block_kv=128)
+    return dict(lengths=ORDERED, batch=1, right=right, attn_mask=shown, **lists, **order)
+
+
 # -- calls ----
 
 
 def sdpa_call(
     recipe: str, D: int = 128, lengths=LENGTHS, dtype=torch.bfloat16, mask: str | None = None,
-    size: tuple[int, int] | None = None, full: bool = True, **given,
+    size: tuple[int, int] | None = None, full: bool = True, batch: int = B, **given,
 ) -> SdpaCall:  # fmt: skip
     """size: of lists of blocks. full: of full ones too."""
     lists = lists_of(size, full, *lengths)._asdict()
-    found = support.arguments(
-        *qkv(D, dtype, lengths), False, D**-0.5, recipe, attn_mask=mask_of(mask, *lengths),
-        **lists | given,
-    )  # fmt: skip
+    given = {"attn_mask": mask_of(mask, *lengths), **lists, **given}
+    found = support.arguments(*qkv(D, dtype, lengths, batch), False, D**-0.5, recipe, **given)
     return SdpaCall(*found)
 
 
@@ -153,13 +162,13 @@ def prepared_call(recipe: str, **given) -> AttentionCall:
     """What the attention op takes of k and v that are prepared."""
     call = sdpa_call(recipe, **given).of_seen_keys()
     r, (q, k, v) = NAMED[recipe], call[:3]
-    seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks)
+    seen = of_sdpa._visibility(k, v, call.attn_mask, call.band, r, call.blocks, call.perm)
     if call.tail_block is None:
-        prepared = of_sdpa.prepare(k, v, seen, r, call.perm)
+        prepared = of_sdpa.prepare(k, v, seen, r, *call.keys_order)
     else:
         given = dict(tail_block=call.tail_block, perm=call.perm)
         prepared = launch_prepare(run, H200, k, v, seen.keys(k), r, **given)
-    last = call.out_bnhd, call.warpgroups, call.perm
+    last = call.out_bnhd, call.warpgroups, call[-4:]
     return of_sdpa.attention_call(q, k, v, prepared, seen, call.scale, r, *last)
 
 

@@ -28,22 +28,28 @@ from sage_inductor.ops.visibility import CAUSAL
 @functools.cache
 def select(
     capability: tuple[int, int] | None, recipe: Recipe, head_dim: int, masked: bool,
-    block_size: tuple[int, int] | None = None, has_tail: bool = False,
+    block_size: tuple[int, int] | None = None, has_tail: bool = False, packed: bool = False,
 ) -> Tile:  # fmt: skip
     """The tile of the emulation (capability None) or of the kernel that computes every such call.
-    head_dim: the wider of k's and v's. block_size, has_tail: CallShape's. Raises ValueError where
-    there is none for the recipe."""
+    head_dim: the wider of k's and v's. block_size, has_tail, packed: CallShape's. Raises ValueError
+    where there is none for the recipe."""
     tile = Tile(128, 128, 1, 1)  # of the emulation
-    if block_size is not None and (reason := why_not_listed(recipe, block_size[0], has_tail)):
-        raise ValueError(reason)
+    if block_size is not None:
+        reason = why_not_listed(recipe, block_size[0], has_tail, packed)
+        if reason:
+            raise ValueError(reason)
     if capability is not None:
         tile = tiles.tile(capability, recipe.qk, recipe.pv, head_dim, masked)
     return tile if block_size is None else tiles.of_blocks(tile, *block_size)
 
 
-def why_not_listed(recipe: Recipe, block_q: int, has_tail: bool = False) -> str | None:
+def why_not_listed(
+    recipe: Recipe, block_q: int, has_tail: bool = False, packed: bool = False
+) -> str | None:
     """The reason that no kernel of a recipe takes lists of blocks of this many queries, if there
     is one."""
+    if packed and not (recipe.sharing.one_pass and recipe.of_pv.dtype is not None):
+        return "no kernel for packed documents but those that prepare an 8-bit v in one pass"
     if recipe.of_qk.block_scaled:
         return f"no kernel for block lists with qk={recipe.qk!r}"
     if has_tail and recipe.of_qk.smooths_q:
@@ -57,7 +63,7 @@ def why_not_listed(recipe: Recipe, block_q: int, has_tail: bool = False) -> str 
 def tile_of(shape: CallShape, recipe: Recipe) -> Tile:
     """`select`, of a call."""
     masked = shape.mask is not None
-    lists = shape.block_size, shape.has_tail
+    lists = shape.block_size, shape.has_tail, shape.packed
     return select(shape.capability, recipe, shape.head_dim, masked, *lists)
 
 
@@ -80,7 +86,7 @@ def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> lis
     """``sage::attention``."""
     if a.k_scale is not None:
         return [*_attend(run, gpu, a)]
-    prepared = launch_prepare(run, gpu, a.k, a.v, a.visible, a.decoded, a.tail_block, a.perm)
+    prepared = launch_prepare(run, gpu, a.k, a.v, a.visible, a.decoded, a.tail_block, *a.keys_order)
     return [*_attend(run, gpu, a.with_prepared(prepared)), prepared.k_mean]
 
 
@@ -130,7 +136,7 @@ def _attention(a: AttentionCall) -> list[Tensor]:
     """
     more = []
     if a.k_scale is None:
-        prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded, a.tail_block, a.perm)
+        prepared = quantize.quantize_kv(a.k, a.v, a.visible, a.decoded, a.tail_block, *a.keys_order)
         a, more = a.with_prepared(prepared), [prepared.k_mean]
     a = a.without_idle_bounds()
     tile = select(None, a.decoded, a.head_dim, a.attn_mask is not None, a.blocks.size)

@@ -55,7 +55,7 @@ from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import TensorDescriptor
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
 from sage_inductor.ops.launch import doubled
-from sage_inductor.ops.layout import token_of
+from sage_inductor.ops.layout import is_token, token_of
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 
@@ -80,6 +80,8 @@ def _attention_kernel(
     Full_count, Full_index,  # with full_width; contiguous: BlockLists
     K_tail, K_tail_scale, V_tail, Bias,  # Prepared's, as K, K_scale and V are; if TAIL_BLOCK
     Perm,  # int32 [N_q] or None: the order of q's blocks in the lists, and that of k and v
+    Documents,  # int32 [N_q / 64] or None: whose rows (documents.py). Then V_scale, V_mean are of
+    # each, and lse is of places
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -131,10 +133,10 @@ def _attention_kernel(
     n = tl.arange(0, BLOCK_N)
 
     # -- q: load and quantize ----
-    mask_q = (rows < N_q)[:, None] & (d < D)[None, :]
+    token = token_of(Perm, rows, N_q)
+    mask_q = is_token(Perm, token, rows, N_q)[:, None] & (d < D)[None, :]
     q = Q + b * stride_qb + h * stride_qh
-    token = token_of(Perm, rows, N_q).to(tl.int64)
-    q = q + token[:, None] * stride_qn + d.to(tl.int64)[None, :] * stride_qd
+    q = q + token.to(tl.int64)[:, None] * stride_qn + d.to(tl.int64)[None, :] * stride_qd
     q = tl.load(q, mask=mask_q, other=0.0)  # [BLOCK_M, BLOCK_D]
     if ROTATED:
         q = rotate(in_16_bits(q, Q), BLOCK_M, BLOCK_D)
@@ -364,16 +366,24 @@ def _attention_kernel(
         inverse = tl.where(l == 0, 0.0, inverse)
     o = acc * inverse[:, None]
     if FP8:
-        v_scale = tl.load(V_scale + head_kv * D_V + dv, mask=dv < D_V, other=0.0)
-        v_mean = tl.load(V_mean + head_kv * D_V + dv, mask=dv < D_V, other=0.0)[None, :]
+        of_v = head_kv
+        if Documents is not None:
+            of_v = tl.load(Documents + row0 // 64).to(tl.int64) * H_kv + h_kv
+        v_scale = tl.load(V_scale + of_v * D_V + dv, mask=dv < D_V, other=0.0)
+        v_mean = tl.load(V_mean + of_v * D_V + dv, mask=dv < D_V, other=0.0)[None, :]
         if MAY_BE_EMPTY:
             v_mean = tl.where((l == 0)[:, None], 0.0, v_mean)
         o = o * v_scale[None, :] + v_mean
+        if Documents is not None:  # 0 * NaN, of what is in no document
+            o = tl.where((l == 0)[:, None], 0.0, o)
     out = Out + b * stride_ob + h * stride_oh
     token = token_of(Perm, rows, N_q)  # once more: it would take a register through the loop
     out = out + token.to(tl.int64)[:, None] * stride_on + dv[None, :]
-    tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
+    here = is_token(Perm, token, rows, N_q)[:, None] & (dv < D_V)[None, :]
+    tl.store(out, o.to(Out.dtype.element_ty), mask=here)
     lse = ((m if BIASED else m - offset) + tl.log2(l)) * _LN2
+    if Documents is not None:
+        token = rows
     tl.store(Lse + head * N_q + token, lse, mask=rows < N_q)
 
 
@@ -387,7 +397,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """out [B, H_q, N_q, D_v] of q's dtype and lse [B, H_q, N_q] fp32. tma: descriptors read k and
     8-bit v, if they can count their rows."""
-    (B, H_q, N_q, D), recipe, D_v = a.q.shape, a.decoded, a.head_dim_v
+    (B, H_q, _, D), N_q, recipe, D_v = a.q.shape, a.n_q, a.decoded, a.head_dim_v
     D = int(D)  # a tile needs a number
     H_kv, N_pad, width = a.k.shape[1:]
     fp8, qk, sharing = recipe.of_pv.dtype is not None, recipe.of_qk, recipe.sharing
@@ -408,7 +418,7 @@ def launch(
         _attention_kernel,
         (B * H_q * triton.cdiv(N_q, tile.BLOCK_M),),
         (a.q, a.q_mean, a.delta, k, a.k_scale, v, a.v_scale, a.v_mean, *mask, *lists, k_tail,
-         a.tail_k_scale, v_tail, a.tail_bias, a.perm, out, lse),
+         a.tail_k_scale, v_tail, a.tail_bias, a.perm, a.documents, out, lse),
         (*doubled(a.q.stride()), *doubled(a.v.stride()), *mask_strides, *list_strides,
          *doubled(out.stride())[:3],
          H_q, H_kv, 2 * N_q, 2 * a.n_kv, N_pad,  # shape

@@ -56,7 +56,7 @@ def _sdpa(*args) -> Ways:
     tell = [] if call.tail_block else lists[:1]  # beside a tail all keys count
     keys = _keys(call.k, [*masks, *map(_broadcast, tell)])
     inputs = [Shard, keys, keys, *masks, *[keys] * len(call.prepared), *map(_broadcast, lists)]
-    inputs += [_whole] * (call.perm is not None)
+    inputs += [_whole for x in call[-4:] if x is not None]
     return _ways(call.q, call.k, [Shard] * 2, inputs, queries)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from sage_inductor.ops.compat import gdc_wait
 from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
-from sage_inductor.ops.layout import token_of
+from sage_inductor.ops.layout import is_token, token_of
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, store_means, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 from sage_inductor.ops.recipe import Recipe
@@ -46,21 +46,26 @@ def quantize_k_block(
     K, K_mean, visible, Perm, K_8bit, K_scale, stride_n, stride_d, head, block, blocks, N, channels,
     MASK: tl.constexpr, QK_MAX: tl.constexpr, ROTATED: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    Mean=None, Count=None, T=0, T_pad=0, TAIL: tl.constexpr = 0,
+    Mean=None, Count=None, T=0, T_pad=0, TAIL: tl.constexpr = 0, of_mean=None,
 ):  # fmt: skip
     """K_BLOCK rows of a head, the block-th of `blocks`; K and visible point to its first row. With
-    TAIL `store_means` of them, too."""
+    TAIL `store_means` of them, too. of_mean: the head's in K_mean, where that is another."""
     n = block * K_BLOCK + tl.arange(0, K_BLOCK)
     d = tl.arange(0, BLOCK_D)
-    mask = (n < N)[:, None] & (d < channels)[None, :]
-    x = K + token_of(Perm, n, N)[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
+    token = token_of(Perm, n, N)
+    mask = is_token(Perm, token, n, N)[:, None] & (d < channels)[None, :]
+    x = K + token[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
     x = tl.load(x, mask=mask, other=0.0)
     if PDL:
         gdc_wait()
     if TAIL:
         counts = tl.load(visible + n, mask=n < N, other=0) != 0
         store_means(x, counts, Mean, Count, head, block, T, T_pad, TAIL, BLOCK_D)
-    mean = tl.load(K_mean + head * channels + d, mask=d < channels, other=0.0)
+    if of_mean is None:
+        mean = K_mean + head * channels + d
+    else:
+        mean = K_mean + of_mean * channels + d
+    mean = tl.load(mean, mask=d < channels, other=0.0)
     x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
     if ROTATED:
         x = rotate(in_16_bits(0.5 * x, K), K_BLOCK, BLOCK_D)
@@ -127,9 +132,10 @@ def _quantize_k_kernel(
     )  # fmt: skip
 
 
-def empty_k(k: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Memory for the codes and scales of k [B, H, N, D]."""
+def empty_k(k: Tensor, recipe: Recipe, perm: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Memory for the codes and scales of k [B, H, N, D], or as many rows as perm has."""
     B, H, N, D = k.shape
+    N = N if perm is None else perm.shape[0]
     qk, N_pad = recipe.of_qk, pad_rows(N)
     codes = k.new_empty((B, H, N_pad, pad_head_dim(int(D)) // qk.packed), dtype=qk.dtype)
     groups = recipe.sharing.k_groups

@@ -36,6 +36,7 @@ def _quantize_kv_kernel(
     K_mean, V_mean, V_amax,  # [B, H, D], [B, H, D_V] twice in, fp32
     Visible,  # [B or 1, H or 1, N] in, uint8: rows that have a part in the scales; if MASK
     Perm,  # int32 [N] in or None: layout.py
+    Spans, Documents,  # int32 [S, 4], [N / K_BLOCK] in or None: documents.py. Then B is S below
     Beyond,  # [B, H] in, int32: zeros; out: 1 where a row of v is beyond V_amax
     K_8bit, K_scale,  # [B, H, N_pad, BLOCK_D], [B, H, N_pad / K_BLOCK] out
     V_fp8, V_scale,  # [B, H, BLOCK_DV, N_pad], [B, H, D_V] out
@@ -57,6 +58,10 @@ def _quantize_kv_kernel(
     blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)
     head, block = pid // 2 // blocks, pid // 2 % blocks
     visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
+    of_mean, first = None, 0
+    if Documents is not None:
+        document = tl.load(Documents + block).to(tl.int64)
+        of_mean, first = document * H + head, tl.load(Spans + 4 * document) // K_BLOCK
     T, T_pad = 0, 0
     if TAIL:
         T = tl.cdiv(N, TAIL)
@@ -65,13 +70,13 @@ def _quantize_kv_kernel(
         quantize_k_block(
             K + head // H * stride_kb + head % H * stride_kh, K_mean, visible, Perm, K_8bit,
             K_scale, stride_kn, stride_kd, head, block, blocks, N, D2 // 2, MASK, QK_MAX, ROTATED,
-            1, PDL, K_BLOCK, BLOCK_D, K_tail, Count, T, T_pad, TAIL,
+            1, PDL, K_BLOCK, BLOCK_D, K_tail, Count, T, T_pad, TAIL, of_mean,
         )  # fmt: skip
     else:
         quantize_v_block(
             V + head // H * stride_vb + head % H * stride_vh, V_mean, V_amax, visible, Perm,
             Beyond, V_fp8, V_scale, stride_vn, stride_vd, head, block, blocks, N2, D2_V // 2,
-            MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV, V_tail, Count, T, T_pad, TAIL,
+            MASK, MASK, True, PDL, K_BLOCK, BLOCK_DV, V_tail, Count, T, T_pad, TAIL, of_mean, first,
         )  # fmt: skip
 
 
@@ -83,24 +88,28 @@ def overlaps(gpu: torch.device | gpus.Gpu) -> bool:
 def launch_kv(
     k: Tensor, v: Tensor | None, visible: Tensor | None, recipe: Recipe, run: Callable,
     pdl: bool = False, means: Means | None = None, perm: Tensor | None = None,
+    documents: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
     `visible` (as in `smooth`) have no part in statistics and scales and saturate. perm: the order
-    of the codes and of visible (layout.py).
+    of the codes and of visible (layout.py). documents: spans, and those of each K_BLOCK
+    (documents.py), for v that is quantized.
 
     means: where those of k and v go, if visible is given.
     pdl: each kernel starts while the one before it ends (programmatic dependent launch, from sm_90
     on), and the second reads its rows while the first estimates."""
     k_mean, _, *of_v, beyond = launch_estimate(
-        [k] if v is None else [k, v], visible, run, pdl, perm=perm
+        [k] if v is None else [k, v], visible, run, pdl, perm=perm, spans=documents[0]
     )
     if v is None:
         return Prepared(*launch_k(k, k_mean, recipe, visible, run, pdl, perm), k_mean)
     v_mean, v_amax = of_v
     B, H, N, D = k.shape
+    N = N if perm is None else perm.shape[0]
     D, D_v = int(D), int(v.shape[3])
-    BLOCK_DV = pad_head_dim(D_v)
-    (k_codes, k_scale), (v_codes, v_scale) = empty_k(k, recipe), empty_v(v, recipe.of_pv)
+    BLOCK_DV, (spans, _) = pad_head_dim(D_v), documents
+    k_codes, k_scale = empty_k(k, recipe, perm)
+    v_codes, v_scale = empty_v(v, recipe.of_pv, perm, spans)
     rows, row_strides = visible_argument(visible, k.shape, k_mean)
     # Four programs on an SM, as without means: 32 bytes are spilled with blocks of 32. It takes 771
     # us, without means 448 (24 heads, 75,600 tokens in an order; H200, 2026-11-29).
@@ -108,8 +117,8 @@ def launch_kv(
     run(
         _quantize_kv_kernel,
         (B * H * k_scale.shape[2] * 2,),
-        (k, v, k_mean, v_mean, v_amax, rows, perm, beyond, k_codes, k_scale, v_codes, v_scale,
-         *(means or [None] * 4)[:3]),
+        (k, v, k_mean, v_mean, v_amax, rows, perm, *documents, beyond, k_codes, k_scale, v_codes,
+         v_scale, *(means or [None] * 4)[:3]),
         (*doubled(k.stride()), *doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D, 2 * D_v,  # shape
          visible is not None, recipe.of_qk.largest, recipe.rotated, pdl,  # semantics
@@ -119,8 +128,8 @@ def launch_kv(
     )  # fmt: skip
     run(
         quantize_v_again_kernel,
-        (B * H,),
-        (v, v_mean, rows, perm, beyond, v_codes, v_scale),
+        (v_scale.shape[0] * H,),
+        (v, v_mean, rows, perm, spans, beyond, v_codes, v_scale),
         (*doubled(v.stride()), *row_strides,
          H, 2 * N, 2 * D_v,  # shape
          visible is not None, pdl,  # semantics

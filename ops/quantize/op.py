@@ -28,27 +28,34 @@ def smooth(x: Tensor, perm: Tensor | None = None) -> list[Tensor]:
 
 
 @launched_by(
-    lambda run, gpu, k, v, visible, recipe, perm=None: launch_prepare(
-        run, gpu, k, v, visible, decode(recipe), perm=perm
+    lambda run, gpu, k, v, visible, recipe, *order: launch_prepare(
+        run, gpu, k, v, visible, decode(recipe), None, *order
     ).tensors(),
-    lambda k, v, _, recipe, perm=None: empty_kv(k, v, recipe).tensors(),
+    lambda k, v, _, recipe, *order: empty_kv(k, v, recipe, *order).tensors(),
 )
 def quantize_kv(
-    k: Tensor, v: Tensor, visible: Tensor | None, recipe: str, perm: Tensor | None = None
-) -> list[Tensor]:
+    k: Tensor, v: Tensor, visible: Tensor | None, recipe: str, perm: Tensor | None = None,
+    spans: Tensor | None = None, documents: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     """`launch_prepare`: Prepared.tensors()."""
-    return reference.quantize_kv(k, v, visible, decode(recipe), perm=perm).tensors()
+    order = perm, spans, documents
+    return reference.quantize_kv(k, v, visible, decode(recipe), None, *order).tensors()
 
 
 def launch_prepare(
     run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
     recipe: Recipe, tail_block: int | None = None, perm: Tensor | None = None,
+    spans: Tensor | None = None, documents: Tensor | None = None,
 ) -> Prepared:  # fmt: skip
     """k [B, H, N, D] and, where the recipe quantizes it, v [B, H, N, D_v], any strides. Rows that
     are not `visible` (uint8 [B or 1, H or 1, N]; None: all are) have no part in statistics and
     scales, and saturate. With a tail_block, for which visible must be given, of means, too. perm:
     the order of what is made, and of visible (layout.py), in which a v of 16 bits is already; 4 x 4
-    bits have none."""
+    bits have none. spans, documents: documents.py's, for recipes of one pass with an 8-bit v, of
+    which all rows are visible."""
+    if spans is not None:
+        how = recipe, run, overlaps(gpu), None, perm, (spans, documents)
+        return launch_kv(k, v, None, *how)
     if tail_block is None:
         return _launch_prepare(run, gpu, k, v, visible, recipe, None, perm)
     means = launch_means(k, v, visible, recipe, tail_block, run, perm)
@@ -78,20 +85,23 @@ def _launch_prepare(
     return Prepared(*of_k, *launch_v(v, v_mean, v_amax, recipe, saturate, run, perm), v_mean)
 
 
-def empty_kv(k: Tensor, v: Tensor, recipe: str) -> Prepared:
+def empty_kv(
+    k: Tensor, v: Tensor, recipe: str, perm: Tensor | None = None, spans: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Prepared:  # fmt: skip
     """Memory for what is made of k and v."""
     r, (B, H, _, D) = decode(recipe), k.shape
-    k_mean = k.new_empty((B, H, D), dtype=torch.float32)
+    k_mean = k.new_empty((B if spans is None else spans.shape[0], H, D), dtype=torch.float32)
     if r.of_pv.block_scaled:
         (k_codes, k_blocks, k_scale), (v_codes, v_blocks, v_scale) = (
             empty_nvfp4(x, along_n) for x, along_n in ((k, False), (v, True))
         )
         of_v = v_codes, v_scale, torch.empty_like(v_scale)
         return Prepared(k_codes, k_scale, k_mean, *of_v, k_blocks, v_blocks)
-    of_k = *empty_k(k, r), k_mean
+    of_k = *empty_k(k, r, perm), k_mean
     if r.of_pv.dtype is None:
         return Prepared(*of_k)
-    codes, v_scale = empty_v(v, r.of_pv)
+    codes, v_scale = empty_v(v, r.of_pv, perm, spans)
     return Prepared(*of_k, codes, v_scale, torch.empty_like(v_scale))
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
 from sage_inductor.ops.formats import HEADROOM, NO_SHIFT, OF_HIDDEN, Q_BLOCK, SAMPLE, pad_rows
 from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
-from sage_inductor.ops.layout import token_of
+from sage_inductor.ops.layout import span_of, token_of
 
 _SAMPLE = tl.constexpr(SAMPLE)
 _NO_SHIFT = tl.constexpr(NO_SHIFT)
@@ -199,6 +199,7 @@ def launch_smooth(
 def _estimate_kernel(
     X0, X1,  # [B, H, N, D], [B, H, N, D_1] in
     Visible, Perm,  # as above
+    Spans,  # int32 [S, 4] in or None: documents.py. Then B is S below, and 1 of X0 and X1
     Mean0, Amax0, Mean1, Amax1,  # [B, H, D] twice, [B, H, D_1] twice out, fp32; if TWO
     Beyond,  # [B, H] out, int32: zeros
     stride_0b, stride_0h, stride_0n, stride_0d,
@@ -214,6 +215,10 @@ def _estimate_kernel(
         gdc_launch_dependents()  # of what it then reads, only the results here are not there yet
     head = tl.program_id(0).to(tl.int64)
     b, h = head // H, head % H
+    first, length = 0, N
+    if Spans is not None:
+        first, length = span_of(Spans, b)
+        b = b * 0
     d = tl.arange(0, BLOCK_D)
     x = X0 + b * (stride_0b // 2) + h * (stride_0h // 2)
     stride_n, stride_d = stride_0n // 2, stride_0d
@@ -224,8 +229,10 @@ def _estimate_kernel(
             stride_n, stride_d = stride_1n // 2, stride_1d
             mean_out, amax_out, channels = Mean1, Amax1, D_1
     i = tl.arange(0, _SAMPLE).to(tl.int64)
-    rows = (i * 65536 + (i * 40503 & 65535)) * N // (65536 * _SAMPLE)
-    keep = rows < N
+    rows = (i * 65536 + (i * 40503 & 65535)) * length // (65536 * _SAMPLE)
+    keep = rows < length
+    if Spans is not None:
+        rows += first
     if MASK:
         keep = tl.load(Visible + b * stride_visible_b + h * stride_visible_h + rows) != 0
     mask = keep[:, None] & (d < channels)[None, :]
@@ -248,15 +255,18 @@ def _estimate_kernel(
 
 def launch_estimate(
     xs: list[Tensor], visible: Tensor | None, run: Callable, pdl: bool = False, shrink: bool = True,
-    perm: Tensor | None = None,
+    perm: Tensor | None = None, spans: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """One or two x [B, H, N, D], the two of one B, H and N, any strides -> for each its mean and
     amax [B, H, D] in fp32, estimated from SAMPLE rows of those that are visible (as `smooth` has
     them). shrink: the mean towards 0, as reference.quantize.estimate says. Last a zeroed int32 flag
     [B, H], to be set where a row exceeds amax. perm: the order of visible and of the rows of which
-    some are read (layout.py)."""
+    some are read (layout.py). spans: of each document by itself, and B of what is returned is how
+    many there are (documents.py)."""
     x0, x1 = xs[0], xs[-1]
     B, H, N, D = x0.shape
+    N = N if perm is None else perm.shape[0]
+    B = B if spans is None else spans.shape[0]
     D, D_1 = int(D), int(x1.shape[3])
     BLOCK_D = triton.next_power_of_2(max(D, D_1))
     out = [x.new_empty((B, H, x.shape[3]), dtype=torch.float32) for x in xs for _ in range(2)]
@@ -265,7 +275,7 @@ def launch_estimate(
     run(
         _estimate_kernel,
         (B * H, len(xs)),
-        (x0, x1, rows, perm, *out[:2], *out[-2:], beyond),
+        (x0, x1, rows, perm, spans, *out[:2], *out[-2:], beyond),
         (*doubled(x0.stride()), *doubled(x1.stride()), *row_strides,
          H, N,  # shape
          visible is not None, len(xs) == 2, shrink, pdl,  # semantics

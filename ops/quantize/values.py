@@ -28,7 +28,7 @@ from sage_inductor.ops.formats import (
     pad_rows,
 )
 from sage_inductor.ops.launch import doubled
-from sage_inductor.ops.layout import token_of
+from sage_inductor.ops.layout import is_token, span_of, token_of
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, store_means
 from sage_inductor.ops.recipe import Recipe
 
@@ -48,8 +48,9 @@ def _load_v(
     token = (column & ~15) | (column & 2) << 2 | (column & 12) >> 1 | (column & 1)
     n = block * BLOCK_N + token
     d = tl.arange(0, BLOCK_D)
-    mask = (2 * n < N2)[:, None] & (d < channels)[None, :]
-    row = token_of(Perm, n, N2 // 2).to(tl.int64)
+    row = token_of(Perm, n, N2 // 2)
+    mask = is_token(Perm, row, 2 * n, N2)[:, None] & (d < channels)[None, :]
+    row = row.to(tl.int64)
     v = V + row[:, None] * stride_n + d.to(tl.int64)[None, :] * stride_d
     return tl.load(v, mask=mask, other=0.0).to(tl.float32), n, mask
 
@@ -75,11 +76,15 @@ def quantize_v_block(
     blocks, N2, channels,
     MASK: tl.constexpr, SATURATE: tl.constexpr, CHECK: tl.constexpr, PDL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    Mean=None, Count=None, T=0, T_pad=0, TAIL: tl.constexpr = 0,
+    Mean=None, Count=None, T=0, T_pad=0, TAIL: tl.constexpr = 0, of_mean=None, first=0,
 ):  # fmt: skip
     """BLOCK_N rows of a head, the block-th of `blocks`; V and visible point to its first row. With
     TAIL `store_means` of them, too. With CHECK, Beyond of the head becomes 1 where V_amax is too
-    small for any of them."""
+    small for any of them. of_mean: the head's place in V_mean, V_amax, Beyond and V_scale, where
+    that is another, and first: which block stores V_scale."""
+    of_head = head
+    if of_mean is not None:
+        of_head = of_mean
     d = tl.arange(0, BLOCK_D)
     x, n, mask = _load_v(V, Perm, stride_n, stride_d, block, N2, channels, BLOCK_N, BLOCK_D)
     if PDL:
@@ -87,51 +92,60 @@ def quantize_v_block(
     if TAIL:  # rows in another order, but within sixteens
         counts = tl.load(visible + n, mask=2 * n < N2, other=0) != 0
         store_means(x, counts, Mean, Count, head, block, T, T_pad, TAIL, BLOCK_D)
-    amax = tl.load(V_amax + head * channels + d, mask=d < channels, other=1.0)
+    amax = tl.load(V_amax + of_head * channels + d, mask=d < channels, other=1.0)
     amax = tl.where(amax < _TINY, _TINY, amax)
-    mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
+    mean = tl.load(V_mean + of_head * channels + d, mask=d < channels, other=0.0)
     x = x - mean[None, :]
     if CHECK:
         if MASK:
             mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
         beyond = tl.max((mask & ~(tl.abs(x) <= amax[None, :])).to(tl.int32))  # so is NaN
-        tl.store(Beyond + head, 1, mask=beyond != 0)
+        tl.store(Beyond + of_head, 1, mask=beyond != 0)
     _store_v(x, amax, V_fp8, head, block, blocks * BLOCK_N, SATURATE, BLOCK_N, BLOCK_D)
-    if block == 0:
-        tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+    if block == first:
+        tl.store(V_scale + of_head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
 
 
 @triton.jit
 def quantize_v_again_kernel(
-    V, V_mean, Visible, Perm, Beyond, V_fp8, V_scale,  # as _quantize_kv_kernel's
+    V, V_mean, Visible, Perm, Spans, Beyond, V_fp8, V_scale,  # as _quantize_kv_kernel's
     stride_b, stride_h, stride_n, stride_d,
     stride_visible_b, stride_visible_h,
     H, N2, D2,
     MASK: tl.constexpr, PDL: tl.constexpr,
     PAD_N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (B * H,). All rows of a head with rows beyond the estimated amax, by their own."""
+    """Grid: (B * H,), or of all documents. All rows of a head with rows beyond the estimated amax,
+    by their own."""
     if PDL:
         gdc_wait()
-    head = tl.program_id(0).to(tl.int64)
+    of_head = tl.program_id(0).to(tl.int64)
+    head = of_head
+    if Spans is not None:
+        head = of_head % H
     channels = D2 // 2
     visible = Visible + head // H * stride_visible_b + head % H * stride_visible_h
     v = V + head // H * (stride_b // 2) + head % H * (stride_h // 2)
     stride_n = stride_n // 2
     N_pad = tl.cdiv(N2, 2 * PAD_N) * PAD_N
     d = tl.arange(0, BLOCK_D)
-    if tl.load(Beyond + head) != 0:
-        mean = tl.load(V_mean + head * channels + d, mask=d < channels, other=0.0)
+    if tl.load(Beyond + of_head) != 0:
+        first, end = 0, N_pad // BLOCK_N
+        if Spans is not None:
+            place, length = span_of(Spans, of_head // H)
+            first = place // BLOCK_N
+            end = first + tl.cdiv(length, PAD_N) * (PAD_N // BLOCK_N)
+        mean = tl.load(V_mean + of_head * channels + d, mask=d < channels, other=0.0)
         bits = tl.zeros([BLOCK_D], tl.int32)
-        for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
+        for i in tl.range(first, end, num_stages=1):
             x, n, mask = _load_v(v, Perm, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
             if MASK:
                 mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
             bits = tl.maximum(bits, tl.max(tl.where(mask, abs_bits(x - mean[None, :]), 0), 0))
         amax = bits.to(tl.float32, bitcast=True) * (_OF_HIDDEN if MASK else 1.0)
         amax = tl.where(amax < _TINY, _TINY, amax)
-        tl.store(V_scale + head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
-        for i in tl.range(0, N_pad // BLOCK_N, num_stages=1):
+        tl.store(V_scale + of_head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+        for i in tl.range(first, end, num_stages=1):
             x, _, _ = _load_v(v, Perm, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
             _store_v(x - mean[None, :], amax, V_fp8, head, i, N_pad, MASK, BLOCK_N, BLOCK_D)
 
@@ -164,11 +178,15 @@ def _quantize_v_kernel(
     )  # fmt: skip
 
 
-def empty_v(v: Tensor, pv: Format) -> tuple[Tensor, Tensor]:
-    """Memory for the codes and scales of v [B, H, N, D]."""
+def empty_v(
+    v: Tensor, pv: Format, perm: Tensor | None = None, spans: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Memory for the codes of v [B, H, N, D], or of perm's rows, and for the scales, of all rows or
+    of each document."""
     B, H, N, D = v.shape
-    codes = v.new_empty((B, H, pad_head_dim(int(D)), pad_rows(N)), dtype=pv.dtype)
-    return codes, v.new_empty((B, H, D), dtype=torch.float32)
+    N = pad_rows(N if perm is None else perm.shape[0])
+    codes = v.new_empty((B, H, pad_head_dim(int(D)), N), dtype=pv.dtype)
+    return codes, v.new_empty((B if spans is None else spans.shape[0], H, D), dtype=torch.float32)
 
 
 def launch_v(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
-from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK
+from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK, pad_rows
 from sage_inductor.ops.reference.exact import how_often, masked
 from sage_inductor.ops.reference.quantize import (
     divide,
@@ -23,7 +23,10 @@ from sage_inductor.ops.reference.quantize import (
     quantize_q,
     unpack,
 )
-from sage_inductor.ops.visibility import listed_keys
+from sage_inductor.ops.visibility import BlockLists, listed_keys
+
+# What a call by lists has that another has not.
+OF_LISTS = "attn_mask", "tile_summary", "perm", "perm_k", "spans", "documents", *BlockLists._fields
 
 
 def attention(
@@ -33,7 +36,10 @@ def attention(
     q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. walk [B, H_q, tiles of 64
     queries, n]: the n blocks that each tile reads, in their order, as 4 j + code; the code is the
     Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists. A block is block_n
-    keys, or as many as divide it and the lists' blocks."""
+    keys, or as many as divide it and the lists' blocks. Of documents lse is [B, H_q, P], of places.
+    """
+    if a.spans is not None:
+        return _of_documents(a, block_n)
     if a.perm is not None:
         in_order = a._replace(q=a.q.index_select(2, a.perm), perm=None)
         (out, lse), back = attention(in_order, block_n, walk), a.perm.argsort()
@@ -120,6 +126,24 @@ def attention(
         o = o * inverse
     lse = (m_last - (0.0 if biased else offset) + l.log2())[..., 0] / LOG2E
     return o.to(q.dtype), lse
+
+
+def _of_documents(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
+    """One document after another (documents.py), of which the last sees nothing."""
+    out = torch.zeros_like(a.q[..., :1]).expand(-1, -1, -1, a.head_dim_v).contiguous()
+    lse = out.new_full((*a.q.shape[:2], a.n_q), -math.inf, dtype=torch.float32)
+    alone = a._replace(**dict.fromkeys(OF_LISTS))
+    for s, (first, n_kv, of_q, n_q) in enumerate(a.spans[:-1].tolist()):
+        if n_q and n_kv:
+            places, end = slice(of_q, of_q + n_q), first + pad_rows(n_kv)
+            tokens = a.perm[places]
+            one = alone._replace(
+                q=a.q[:, :, tokens], k=a.k[:, :, first:end], n_kv=n_kv, v=a.v[..., first:end],
+                k_scale=a.k_scale[:, :, first // K_BLOCK : end // K_BLOCK], bottom_right=True,
+                v_scale=a.v_scale[s : s + 1], v_mean=a.v_mean[s : s + 1],
+            )  # fmt: skip
+            out[:, :, tokens], lse[:, :, places] = attention(one, block_n)
+    return out, lse
 
 
 def flatness(m: Tensor) -> Tensor:

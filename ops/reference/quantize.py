@@ -165,11 +165,14 @@ def quantize_v_checked(
 
 def quantize_kv(
     k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe, tail_block: int | None = None,
-    perm: Tensor | None = None,
+    perm: Tensor | None = None, spans: Tensor | None = None, documents: Tensor | None = None,
 ) -> Prepared:  # fmt: skip
     """k and, where the recipe quantizes it, v: by statistics of all rows or, in one pass, of a
     sample. With a tail_block, for which visible must be given, of means, too. perm: the order of
-    what is made, and of visible, in which a v of 16 bits is already."""
+    what is made, and of visible, in which a v of 16 bits is already. spans, documents: of each
+    document by itself (documents.py)."""
+    if spans is not None:
+        return _of_documents(k, v, recipe, perm, spans)
     if perm is not None:
         k = k.index_select(2, perm)
         v = v if recipe.of_pv.dtype is None else v.index_select(2, perm)
@@ -191,6 +194,25 @@ def quantize_kv(
         return Prepared(*of_k, *quantize_v_checked(v, v_mean, v_amax, recipe, visible), v_mean)
     v_mean, v_amax = smooth(v, visible, keep=False)
     return Prepared(*of_k, *quantize_v(v, v_mean, v_amax, recipe, saturate), v_mean)
+
+
+def _of_documents(k, v, recipe: Recipe, perm: Tensor, spans: Tensor) -> Prepared:
+    """`quantize_kv` of one document after another. Places of no document are 0."""
+    (_, H, _, D), D_v, P, S = k.shape, v.shape[3], perm.shape[0], spans.shape[0]
+    of_k, of_v = (k.new_zeros((S, H, n), dtype=torch.float32) for n in (D, D_v))
+    codes = k.new_zeros((1, H, P, pad_head_dim(D)), dtype=recipe.of_qk.dtype)
+    scale = of_k.new_zeros((1, H, P // K_BLOCK, recipe.sharing.k_groups))
+    v_codes = v.new_zeros((1, H, pad_head_dim(D_v), P), dtype=recipe.of_pv.dtype)
+    found = Prepared(codes, scale, of_k, v_codes, of_v, of_v.clone())
+    for s, (first, length, *_) in enumerate(spans.tolist()):
+        if length:
+            tokens, end = perm[first : first + length], first + pad_rows(length)
+            one = quantize_kv(k[:, :, tokens], v[:, :, tokens], None, recipe)
+            found.k[:, :, first:end], found.v[..., first:end] = one.k, one.v
+            found.k_scale[:, :, first // K_BLOCK : end // K_BLOCK] = one.k_scale
+            for all_of, x in zip((of_k, *found[4:6]), (one.k_mean, *one[4:6]), strict=True):
+                all_of[s] = x[0]
+    return found
 
 
 def _tail(k, v, prepared: Prepared, visible, recipe: Recipe, block: int) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ def decide(call: Call, settings: Settings) -> Decision:
     if found.recipe is None:
         return found if found.decodes else _stays(call, shape, found, wanted)
     recipe = found.recipe
-    if settings.portable and (refused := _of_one_block(call, recipe)):
+    if settings.portable and (refused := _unportable(call, shape, recipe)):
         return Decision(None, refused)
     if stacks(call, recipes.NAMED[recipe]):
         reason += "; all batches share k and v, which are prepared once"
@@ -231,11 +231,8 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
         return Decision(None, reasons.NOT_IN_A_PACKAGE(triton.__version__))
     if wanted == AUTO and (why := _decoded(call, shape, settings)):
         return Decision(None, why, decodes=True)
-    names = (wanted,)
-    if wanted == AUTO:
-        names = ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)
     runnable, refused = [], {}  # the reasons once each, in order
-    for name in names:
+    for name in _names(shape, wanted):
         try:
             tile_of(shape, recipes.NAMED[name])
         except ValueError as error:
@@ -261,9 +258,21 @@ def _recipe(call: Call, shape: CallShape, settings: Settings, wanted: str) -> De
     return found
 
 
-def _of_one_block(call: Call, recipe: str) -> Reason | None:
+def _names(shape: CallShape, wanted: str) -> tuple[str, ...]:
+    """The recipes that a call may get."""
+    if wanted != AUTO:
+        return (wanted,)
+    if shape.packed:  # whose kernels prepare k and v in one pass
+        return ("sage2-8b-rotated",)
+    is_cpu = shape.capability is None
+    return ("sage2-8b",) if is_cpu else auto_recipes(shape.capability, shape.head_dim)
+
+
+def _unportable(call: Call, shape: CallShape, recipe: str) -> Reason | None:
     """Why a package cannot be made by its example. Where aten works on blocks of queries, one block
     is a dimension of 1, which torch takes for one that stays 1; and a package checks no guard."""
+    if shape.packed and shape.capability is None:  # whose emulation asks how long documents are
+        return reasons.NO_KERNEL("packed documents in a package for a CPU")
     n_q = value_of(call.q).shape[2]
     by_blocks = call.selection is not None or recipes.NAMED[recipe].of_qk.block_scaled
     is_short = isinstance(n_q, torch.SymInt) and (hint(n_q) or Q_BLOCK + 1) <= Q_BLOCK
@@ -276,6 +285,8 @@ def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str,
     case = _case(call, shape, names) if settings.benchmark and not settings.portable else None
     if case is not None:
         return _timed(shape, case, settings.benchmark(case))
+    if shape.packed:
+        return Decision(None, reasons.PACKED(shape.q[2], value_of(call.documents[0]).shape[0] - 1))
     if shape.kind == "blocks":
         return _by_lists(shape, settings, names[0])
     return _predicted(call, shape, settings, names)

@@ -66,6 +66,7 @@ def runs_on(recipe, architecture):
     return NAMED[recipe].pv == "16bit" or architecture >= (8, 9)
 
 
+FP8 = "sage2-8b-per-token"
 attention_of = functools.partial(noted.kernel, "_attention_kernel", noted.sdpa)
 hopper_of = functools.partial(noted.kernel, "_hopper_kernel", noted.hopper, (9, 0))
 
@@ -317,6 +318,39 @@ def test_an_order_of_tokens_leaves_the_loops_as_they_are(pv, head_dim, blocks):
     loops = [loops_over_keys(each["cubin"]) for each in (plain, ordered)]
     for before, after in zip(*loops, strict=True):
         assert abs(len(after) - len(before)) <= 8 and spilled(after) <= spilled(before)
+
+
+@pytest.mark.parametrize("right", [None, 0], ids=["full", "causal"])
+def test_documents_leave_the_loops_by_lists_and_a_mask_as_they_are(right):
+    """And are no more launches."""
+    given = noted.in_documents(right)
+    plain = given | dict.fromkeys(("perm", "perm_k", "spans", "documents"))
+    plain["lengths"] = (given["perm"].shape[0],) * 2
+    names = [
+        [x.kernel.__name__ for x in noted.launches(noted.sdpa, (9, 0), FP8, **each)]
+        for each in (plain, given)
+    ]
+    assert names[1] == [x for x in names[0] if x != "_listed_kernel"]
+    loops = [
+        loops_over_keys(
+            noted.kernel("_hopper_kernel", noted.sdpa, (9, 0), FP8, **each).asm["cubin"]
+        )
+        for each in (plain, given)
+    ]
+    assert len(loops[0]) == 4
+    for before, after in zip(*loops, strict=True):
+        assert abs(len(after) - len(before)) <= 16 and spilled(after) <= spilled(before)
+
+
+@pytest.mark.parametrize("architecture", [(8, 9), (10, 0), (12, 0)], ids=str)
+def test_all_kernels_of_a_call_of_documents_compile(architecture):
+    """With 8 bytes of spills more than another call by lists and a mask."""
+    for launch in noted.launches(noted.sdpa, architecture, FP8, **noted.in_documents()):
+        compiled = noted.compilation_of(launch).compile(architecture)
+        assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+        if launch.kernel.__name__ == "_attention_kernel":
+            allowed = stack_of_portable(architecture, FP8, "rows") + 8
+            assert stack_bytes(compiled.asm["cubin"]) <= allowed
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,8 @@ CALLS = {
         f"{recipe} in an order": (noted.sdpa, dict(recipe=recipe, pointers=pointers, **noted.in_order()))
         for recipe, pointers in (("sage2-8b", True), ("sage1-per-token", False), ("sage2-4b", False))
     },
+    "Hopper, documents": (noted.sdpa, dict(recipe="sage2-8b-rotated", **noted.in_documents(0))),
+    "documents": (noted.sdpa, dict(recipe="sage2-8b-per-token", pointers=True, **noted.in_documents())),
     "pool in an order": (noted.pool, dict(D=80, block=192, shifted=True, ordered=True)),
     "Hopper, lists and mask": (noted.sdpa, dict(recipe="sage2-8b-per-token", size=(64, 192), mask="keys", **BOTH)),
     "Hopper, tail": (noted.sdpa, dict(recipe="sage2-8b-per-token", size=(64, 192), mask="keys", tail_block=32)),
@@ -367,6 +369,10 @@ FACTS = {
     "listed._listed_kernel": dict.fromkeys(
         ("rows", "width", "blocks", "count"), (0, MAX_ROWS // 64)
     ),
+    # Of a document, whose rows are among N.
+    "values.quantize_v_again_kernel": {
+        "place": (0, MAX_ROWS), "length": (0, MAX_ROWS), "end": (0, MAX_ROWS // 64 + 2),
+    },
     # A row of codes has 64 bytes: no 2^36 are in memory.
     "kernels._over_rows_kernel": {"count": (1, 2**24), "steps": (0, 2**30)},
     # Rows that share a head of k: 2^30 of q would take 32 GiB, of 16 channels. Splits: two a processor.

@@ -428,13 +428,15 @@ def test_the_arguments_of_saved_programs_are_what_was_declared():
     """Where this fails: as above."""
     names = {
         op: [a.name for a in getattr(torch.ops.sage, op).default._schema.arguments]
-        for op in ("sdpa", "prepare", "cube_order", "select_blocks", "with_sink")
+        for op in ("sdpa", "prepare", "cube_order", "documents", "select_blocks", "with_sink")
     }
     assert (recipes.MEANING, names) == (2, {
         "sdpa": ["q", "k", "v", "attn_mask", "prepared", "left", "right", "bottom_right", "scale",
-                 "recipe", "warpgroups", "out_bnhd", "portable", *BlockLists._fields, "perm"],
+                 "recipe", "warpgroups", "out_bnhd", "portable", *BlockLists._fields, "perm",
+                 "perm_k", "spans", "documents"],
         "prepare": ["k", "v", "attn_mask", "recipe", "portable"],
         "cube_order": ["x", "size", "cube", "before"],
+        "documents": ["cu_q", "T_q", "cu_k", "T_k", "seqused_k"],
         "select_blocks": ["q", "k", "scale", *Selection._fields[:5], "block_q", "block_kv", "others",
                           "perm"],
         "with_sink": ["out", "lse", "sink"],

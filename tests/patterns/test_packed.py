@@ -1,14 +1,17 @@
 """Attention ops of other libraries: torch's varlen_attn itself, and stand-ins with the schemas that
-flash-attn 2.8 and 3 register. None is run: a GPU would be needed."""
+flash-attn 2.8 and 3 register, none of which computes anything on a CPU."""
+
+import itertools
 
 import pytest
 import torch
 from support import run_seen
 from torch.nn.attention.varlen import varlen_attn
 
-import sage_inductor
-from sage_inductor import config, patterns
+from sage_inductor import patterns
 from sage_inductor.choose.decide import decide
+from sage_inductor.ops.call_shape import CallShape
+from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.options import Settings
 
 LIBRARIES = []  # which unregister an op when they are collected
@@ -17,7 +20,7 @@ flash_attn::_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_s
 flash_attn::_flash_attn_forward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal) -> (Tensor, Tensor, Tensor, Tensor)
 flash_attn::_flash_attn_backward(Tensor q, Tensor k, Tensor v, float dropout_p, float softmax_scale, bool causal) -> (Tensor, Tensor, Tensor, Tensor)
 flash_attn_3::_flash_attn_forward(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? cu_seqlens_q=None, Tensor? page_table=None) -> (Tensor, Tensor, Tensor, Tensor)
-my_vllm_flash_attn3_c0ffee::fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None) -> (Tensor, Tensor, Tensor, Tensor)
+my_vllm_flash_attn3_c0ffee::fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None) -> (Tensor, Tensor, Tensor, Tensor)
 other::flash_attn_fwd(Tensor x) -> (Tensor, Tensor, Tensor, Tensor)
 """
 
@@ -33,16 +36,25 @@ def ops():
         library.define(schema.removeprefix(f"{namespace}::"))
         library.impl(name, computed, "CompositeExplicitAutograd")
         LIBRARIES.append(library)
+    library = torch.library.Library("torch_attn", "IMPL")
+    library.impl("_varlen_attn", lambda *given: computed(*given)[:3], "CPU")
+    LIBRARIES.append(library)
+
+
+def run_rewritten(function, *inputs, see=None, **settings) -> tuple:
+    """(what the rewritten graph returns, the sites of its calls)."""
+    found, given = [], Settings(**settings or {"emulate": True})
+
+    def rewrite(gm):
+        found.extend(patterns.rewrite(gm, lambda call: decide(call, given)))
+        if see is not None:
+            see(gm)
+
+    return run_seen(function, *inputs, see=rewrite), found
 
 
 def sites_of(function, *inputs) -> list:
-    found = []
-
-    def see(gm):
-        found.extend(patterns.rewrite(gm, lambda call: decide(call, Settings(emulate=True))))
-
-    run_seen(function, *inputs, see=see)
-    return found
+    return run_rewritten(function, *inputs)[1]
 
 
 T, H, D = 24, 4, 16
@@ -54,16 +66,79 @@ def op(name):
     return getattr(getattr(torch.ops, namespace), name)
 
 
-PACKED = "packed sequences have no 8-bit kernel: 24 tokens in 3 documents"
-CALLS = {
+def varlen(q, k, v, cu_k, **given):
+    return op("flash_attn._flash_attn_varlen_forward")(
+        k=k, q=q, v=v, cu_seqlens_k=cu_k, cu_seqlens_q=CU, max_seqlen_q=17, max_seqlen_k=17,
+        **{"dropout_p": 0.0, "softmax_scale": 0.3, "causal": False} | given,
+    )  # fmt: skip
+
+
+PACKED = {  # (the call, its band, its scale)
     "flash-attn": (
-        lambda q: op("flash_attn._flash_attn_varlen_forward")(q, q, q, CU, CU, 17, 17, 0.0, 1.0, True),
-        "flash_attn.flash_attn_varlen_forward", PACKED),
-    "by keywords": (
-        lambda q: op("flash_attn._flash_attn_varlen_forward")(
-            k=q, q=q[:, :2], v=q, cu_seqlens_k=CU, cu_seqlens_q=CU[:3], max_seqlen_q=9, max_seqlen_k=9,
-            dropout_p=0.0, softmax_scale=1.0, causal=False),
-        "flash_attn.flash_attn_varlen_forward", "24 tokens in 2 documents"),
+        lambda q, k, v, cu: op("flash_attn._flash_attn_varlen_forward")(
+            q, k, v, CU, cu, 17, 17, 0.0, 0.3, True), (None, 0), 0.3),
+    "by keywords": (varlen, (None, None), 0.3),
+    "a window": (lambda *given: varlen(*given, window_size_left=5, window_size_right=2), (5, 2), 0.3),
+    "causal by a window": (lambda *given: varlen(*given, window_size_right=0), (None, 0), 0.3),
+    "a namespace with a hash": (
+        lambda q, k, v, cu: op("my_vllm_flash_attn3_c0ffee.fwd")(q, k, v, CU, cu), (None, None), 0.25),
+    "torch": (
+        lambda q, k, v, cu: [varlen_attn(q, k, v, CU, cu, 17, 17, enable_gqa=True)], (None, None), 0.25),
+    "torch, causal": (
+        lambda q, k, v, cu: [varlen_attn(q, k, v, CU, cu, 17, 17, window_size=(-1, 0), scale=0.3, enable_gqa=True)], (None, 0), 0.3),
+    "torch, a window": (
+        lambda q, k, v, cu: [varlen_attn(q, k, v, CU, cu, 17, 17, window_size=(4, 0), enable_gqa=True)], (4, 0), 0.25),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of_k", [CU, torch.tensor([0, 9, 9, 30], dtype=torch.int32)])
+@pytest.mark.parametrize("function, band, scale", PACKED.values(), ids=PACKED)
+def test_documents_are_attended_one_by_one(function, band, scale, of_k):
+    """Of which one is empty; keys as many as queries, or other numbers."""
+    q, k, v = torch.randn(T, H, D), *torch.randn(2, int(of_k[-1]), H // 2, D)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    with torch.no_grad():
+        out, (site,) = run_rewritten(lambda *given: function(*given)[0] + 0, q, k, v, of_k)
+    assert site.recipe == "sage2-8b-rotated" and "packed documents" in site.mask
+    assert out.shape == (T, H, D) and out.is_contiguous()
+    for (a, b), (c, d) in zip(*map(itertools.pairwise, (CU.tolist(), of_k.tolist())), strict=True):
+        if a < b:
+            given = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+            exact, _ = attention_exact(*given, scale, None, *band, bottom_right=True)
+            error = (out[a:b] - exact[0].transpose(0, 1)).abs().mean() / exact.abs().mean()
+            assert error < 0.06
+
+
+def test_calls_share_the_places_of_the_same_documents():
+    def function(q, cu):
+        x = varlen_attn(q, q, q, CU, CU, 17, 17)
+        x = varlen_attn(x, q, q, CU, CU, 17, 17, window_size=(-1, 0))
+        return varlen_attn(x, q, q, CU, cu, 17, 17)
+
+    found = []
+    with torch.no_grad():
+        run_rewritten(function, torch.randn(T, H, D).bfloat16(), CU.clone(), see=found.append)
+    made = found[0].graph.find_nodes(op="call_function", target=torch.ops.sage.documents.default)
+    assert len(made) == 2 and len(made[0].args) == 2
+
+
+TRAINS = "packed documents have no 8-bit backward"
+CALLS = {
+    "numbers of documents that differ": (
+        lambda q: varlen(q, q, q, CU[:3]), "flash_attn.flash_attn_varlen_forward",
+        "`flash_attn._flash_attn_varlen_forward` is another library's kernel"),
+    "dropout": (
+        lambda q: varlen(q, q, q, CU, dropout_p=0.1), "flash_attn.flash_attn_varlen_forward",
+        "packed attention with dropout_p has no 8-bit kernel"),
+    "softcap": (
+        lambda q: varlen(q, q, q, CU, softcap=30.0), "flash_attn.flash_attn_varlen_forward",
+        "packed attention with softcap has no 8-bit kernel"),
+    "slopes": (
+        lambda q: varlen(q, q, q, CU, alibi_slopes=torch.ones(H)),
+        "flash_attn.flash_attn_varlen_forward", "packed attention with alibi_slopes has"),
+    "lse": (
+        lambda q: [sum(x.sum() for x in varlen(q, q, q, CU)[:2])],
+        "flash_attn.flash_attn_varlen_forward", "the logsumexp or the maxima are used"),
     "pages": (
         lambda q: op("flash_attn._flash_attn_varlen_forward")(
             q, q, q, CU, CU, 17, 17, 0.0, 1.0, True, block_table=CU),
@@ -74,12 +149,9 @@ CALLS = {
     "FA3": (
         lambda q: op("flash_attn_3._flash_attn_forward")(q[None], q[None], q[None]),
         "flash_attn_3.flash_attn_forward", "another library's kernel"),
-    "a namespace with a hash": (
-        lambda q: op("my_vllm_flash_attn3_c0ffee.fwd")(q, q, q, CU),
-        "my_vllm_flash_attn3_c0ffee.fwd", PACKED),
-    "FA3, packed": (
-        lambda q: op("flash_attn_3._flash_attn_forward")(q, q, q, cu_seqlens_q=CU),
-        "flash_attn_3.flash_attn_forward", PACKED),
+    "FA3, of padded k": (
+        lambda q: op("flash_attn_3._flash_attn_forward")(q, q[None], q[None], cu_seqlens_q=CU),
+        "flash_attn_3.flash_attn_forward", "another library's kernel"),
     "FA3, pages": (
         lambda q: op("flash_attn_3._flash_attn_forward")(q, q, q, page_table=CU, cu_seqlens_q=CU),
         "flash_attn_3.flash_attn_forward", "the keys lie in pages"),
@@ -101,16 +173,40 @@ def test_an_op_with_other_arguments_and_a_backward_are_no_rows():
     )
 
 
-@pytest.mark.parametrize("window", [(-1, 0), (8, 0), (-1, -1)])
-def test_torchs_varlen_attn_is_a_row_of_the_report(window):
-    """The graph is compiled; torch has no kernel on a CPU to run it by."""
+@pytest.mark.parametrize("given, reason", [
+    ({}, "packed documents in 8 bits were timed on no GPU: 24 tokens in 3 documents"),
+    ({"force": True}, None),
+])  # fmt: skip
+def test_auto_leaves_documents_until_they_are_timed(given, reason, monkeypatch):
+    monkeypatch.setattr(CallShape, "capability", (9, 0))
+    q = torch.randn(T, H, D, dtype=torch.bfloat16)
+    with torch.no_grad():
+        _, (site,) = run_rewritten(
+            lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q, **{"calibrate": False} | given
+        )
+    assert (str(site.reason) if reason else None) == reason
+    assert site.recipe == (None if reason else "sage2-8b-rotated")
 
-    def packed(q, cu):
-        return varlen_attn(q, q, q, cu, cu, 17, 17, window_size=window)
 
-    compiled = torch.compile(packed, backend="sage", fullgraph=True)
-    with config.patch(emulate=True), pytest.raises(NotImplementedError, match="CPU"):
-        compiled(torch.randn(T, H, D, dtype=torch.bfloat16), CU)
-    (site,) = sage_inductor.report()
-    assert site.spelling == "torch_attn.varlen_attn" and site.reason == PACKED
-    assert "a long one gains as a call of" in str(sage_inductor.report())
+def test_packages_for_a_cpu_hold_no_documents():
+    q = torch.randn(T, H, D, dtype=torch.bfloat16)
+    with torch.no_grad():
+        _, (site,) = run_rewritten(
+            lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q, emulate=True, portable=True
+        )
+    assert site.reason == "no kernel for packed documents in a package for a CPU"
+
+
+def test_documents_that_train_stay():
+    q = torch.randn(T, H, D, dtype=torch.bfloat16, requires_grad=True)
+    (site,) = sites_of(lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q)
+    assert site.reason == TRAINS
+
+
+def test_the_numbers_of_documents_must_be_alike():
+    with pytest.raises(
+        ValueError, match=r"cu_k must be \[4\] of integers, got \[3\] of torch.int32"
+    ):
+        torch.ops.sage.documents(CU, T, CU[1:], T)
+    with pytest.raises(ValueError, match=r"seqused_k must be \[3\] of integers, got \[4\]"):
+        torch.ops.sage.documents(CU, T, CU, T, CU)

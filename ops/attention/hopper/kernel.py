@@ -33,6 +33,7 @@ Flags, and what each needs:
     TAIL_BLOCK keys that one of the tail stands for   LISTED, no band
     ROTATED, KEEPS_MAX                                anything
     Perm         q and o in another order: layout.py  LISTED, not KEEPS_MAX
+    Documents    ... which has places without a token; lse is of places    Perm, FP8
 
     part     what the rows of a warpgroup see of its blocks       variants
     FULL     all                                                  all but a band without lists
@@ -72,7 +73,7 @@ from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL, TAIL
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
-from sage_inductor.ops.layout import token_of
+from sage_inductor.ops.layout import is_token, token_of
 from sage_inductor.ops.quantize.rotate import butterflies, odd_of
 
 _INT8_MAX = gl.constexpr(QK["int8"].largest)
@@ -218,7 +219,8 @@ def _load_q(b, h, row0, ctx):
     q = ctx.Q + ((b.to(gl.int64) * ctx.stride_qb + h.to(gl.int64) * ctx.stride_qh) >> 1)
     token = token_of(ctx.Perm, rows, ctx.N_q)
     q = q + ((token.to(gl.int64) * ctx.stride_qn) >> 1)[:, None] + d[None, :]
-    return gl.load(q, mask=(rows < ctx.N_q)[:, None] & (d < ctx.D)[None, :], other=0.0)
+    here = is_token(ctx.Perm, token, rows, ctx.N_q)
+    return gl.load(q, mask=here[:, None] & (d < ctx.D)[None, :], other=0.0)
 
 
 @gluon.jit
@@ -682,11 +684,14 @@ def _store(chunks, m, total, row0, tile, ctx):
     )
     token = token_of(ctx.Perm, rows, ctx.N_q)
     out = out + gl.expand_dims((token.to(gl.int64) * ctx.stride_on) >> 1, 1)
+    of_v = tile.b
+    if ctx.Documents is not None:
+        of_v = gl.load(ctx.Documents + row0 // 64)
     for chunk in gl.static_range(ctx.BLOCK_DV // ctx.CHUNK):
         o = chunks[chunk] * gl.expand_dims(inverse, 1)
         if ctx.FP8:
             dv = chunk * ctx.CHUNK + gl.arange(0, ctx.CHUNK, layout=gl.SliceLayout(0, O))
-            channel = (tile.b * ctx.H_kv + tile.h_kv) * ctx.D_V
+            channel = (of_v * ctx.H_kv + tile.h_kv) * ctx.D_V
             v_scale = gl.load(ctx.V_scale + channel + dv, mask=dv < ctx.D_V, other=0.0)
             v_mean = gl.load(ctx.V_mean + channel + dv, mask=dv < ctx.D_V, other=0.0)
             o = o * gl.expand_dims(v_scale, 0) + gl.expand_dims(v_mean, 0)
@@ -694,14 +699,17 @@ def _store(chunks, m, total, row0, tile, ctx):
                 o = gl.where(gl.expand_dims(of_row == 0, 1), 0.0, o)
         o = gl.convert_layout(o.to(ctx.Out.dtype.element_ty), LO)
         dv = chunk * ctx.CHUNK + gl.arange(0, ctx.CHUNK, layout=gl.SliceLayout(0, LO))
-        keep = gl.expand_dims(rows < ctx.N_q, 1) & gl.expand_dims(dv < ctx.D_V, 0)
+        here = is_token(ctx.Perm, token, rows, ctx.N_q)
+        keep = gl.expand_dims(here, 1) & gl.expand_dims(dv < ctx.D_V, 0)
         gl.store(out + gl.expand_dims(dv, 0), o, mask=keep)
     OFFSET: gl.constexpr = _LOG2_FP8_MAX if ctx.FP8 else 0.0
     total = gl.convert_layout(total, m.type.layout, assert_trivial=True)
     lse = (m - OFFSET + gl.log2(total)) * _LN2
     rows = row0 + gl.arange(0, 64, layout=m.type.layout)
     head = tile.b * ctx.H_q + tile.h
-    token = token_of(ctx.Perm, rows, ctx.N_q)
+    token = rows
+    if ctx.Documents is None:
+        token = token_of(ctx.Perm, rows, ctx.N_q)
     gl.store(ctx.Lse + head.to(gl.int64) * ctx.N_q + token, lse, mask=rows < ctx.N_q)
     if ctx.KEEPS_MAX:
         gl.store(ctx.Lse + (ctx.heads + head).to(gl.int64) * ctx.N_q + rows, m, mask=rows < ctx.N_q)
@@ -932,6 +940,7 @@ def _hopper_kernel(
     # 16-bit: descriptor of [B, H_kv, N_kv, D_V]; without the other two
     Words, List,  # tile_lists.py; if MASK, if LISTED
     Perm,  # int32 [N_q], if LISTED, or None: the order of q's tiles, and that of k and v
+    Documents,  # int32 [N_q / 64] or None: whose rows (documents.py). V_scale, V_mean: of each
     Out, Lse,  # [B, H_q, N_q, D_V], [B, H_q, N_q] fp32; KEEPS_MAX: [2, ...], m is the second
     Part, Part_ml,  # [2 * programs, BLOCK_M, BLOCK_DV], [2 * programs, 2, BLOCK_M] fp32: o; m, l
     # if SPLIT

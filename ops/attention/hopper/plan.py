@@ -83,8 +83,9 @@ def launch(
     list_numbers = sum(map(tuple, list_numbers), ())
     plan_of = _plan if isinstance(q, Tensor) else _plan.__wrapped__
     plan = plan_of(
-        device or q.device, q.shape, q.stride(), k.shape, v.dtype, v.shape, v.stride(),
-        out.shape[3], out.stride(), a.band_arguments(), a.scale_of_codes, a.n_kv, tile,
+        device or q.device, (*q.shape[:2], a.n_q, q.shape[3]), q.stride(), k.shape, v.dtype,
+        v.shape, v.stride(), out.shape[3], out.stride(), a.band_arguments(), a.scale_of_codes,
+        a.n_kv, tile,
         None if a.attn_mask is None else (a.attn_mask.shape, a.attn_mask.stride()),
         None if a.blocks.size is None else (a.blocks.kv_num_blocks.shape[:2], list_numbers),
         a.decoded.rotated, keeps_max, own is not None, a.tail_block or 0,
@@ -107,7 +108,7 @@ def launch(
     of_v = v, a.v_scale, a.v_mean
     plan.attend.by(
         run, q, k, a.k_scale, k_own, k_own_scale, k_tail, a.tail_k_scale, v_tail, bias, *of_v,
-        words, list_, a.perm, out, lse, part, part_ml,
+        words, list_, a.perm, a.documents, out, lse, part, part_ml,
     )  # fmt: skip
     if plan.combine:
         plan.combine.by(run, part, part_ml, a.v_scale, a.v_mean, out, lse)
