@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from sage_inductor.ops.compat import unset_fake_temporarily
 from sage_inductor.ops.symbols import as_int
-from sage_inductor.patterns.graph import op_name, statically_true, value_of
+from sage_inductor.patterns.graph import op_name, order_of, statically_true, value_of
 from sage_inductor.patterns.masks.index_expr import Affine, Distance, TwoValued, combine, minimum
 
 RULES = {}
@@ -55,19 +55,10 @@ def _ones_or_zeros(analysis, node, *_, **__):
     return _constant(node, int("ones" in op_name(node)))
 
 
-@rule("full", "full_like")
-def _full(analysis, node, size, fill_value, **_):
-    return _constant(node, fill_value)
-
-
-@rule("new_full")
-def _new_full(analysis, node, like, size, fill_value, **_):
-    return _constant(node, fill_value)
-
-
-@rule("tensor", "scalar_tensor")
-def _tensor(analysis, node, data, **_):
-    return _constant(node, data)
+@rule("full", "full_like", "new_full", "tensor", "scalar_tensor")
+def _filled(analysis, node, *given, **by_name):
+    *_, number = (*given, *(by_name[x] for x in ("data", "fill_value") if x in by_name))
+    return _constant(node, number)
 
 
 @rule("cumsum")
@@ -129,26 +120,13 @@ def _reshape(analysis, node, x, *_, **__):
     return analysis.moved(x, {d: _axis(e) for (d, _), (e, _) in pairs})
 
 
-@rule("transpose", "swapaxes")
-def _transpose(analysis, node, x, dim0, dim1):
-    a, b = (_from_last(dim, value_of(x).dim()) for dim in (dim0, dim1))
-    return analysis.moved(x, {a: _axis(b), b: _axis(a)})
-
-
-@rule("t", "numpy_T", "mT", "getattr")  # x.T is numpy_T from torch 2.15 on
-def _matrix_transpose(analysis, node, x, name=None):
-    name = name or op_name(node)
-    if name != "mT" and not (name in ("t", "numpy_T", "T") and value_of(x).dim() == 2):
-        return None
-    return _transpose(analysis, node, x, -2, -1)
-
-
-@rule("permute")
-def _permute(analysis, node, x, *dims):
-    dims = dims[0] if isinstance(dims[0], (tuple, list)) else dims
-    rank = len(dims)
-    places = {_from_last(d, rank): _axis(o - rank) for o, d in enumerate(dims)}
-    return analysis.moved(x, places)
+@rule("transpose", "swapaxes", "permute", "mT", "getattr", "t", "numpy_T")
+def _permute(analysis, node, x, *names, **_):
+    is_matrix = names == ("T",) or op_name(node) in ("t", "numpy_T")  # x.T from torch 2.15 on
+    order = (1, 0) if is_matrix and value_of(x).dim() == 2 else order_of(node) or ()
+    rank = len(order)
+    places = {d - rank: _axis(o - rank) for o, d in enumerate(order)}
+    return analysis.moved(x, places) if places else None
 
 
 @rule("slice")
@@ -230,11 +208,8 @@ def _gather(analysis, node, x, index):
 
 # -- element by element ----
 
-COMPARE = {
-    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
-    "eq": operator.eq, "ne": operator.ne,
-    "__eq__": operator.eq, "__ne__": operator.ne,  # methods with torch 2.11
-}  # fmt: skip
+# The last two are methods with torch 2.11.
+COMPARE = {x: getattr(operator, x) for x in "lt le gt ge eq ne __eq__ __ne__".split()}
 ARITHMETIC = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg,
     "rsub": lambda a, b: b - a,

@@ -28,6 +28,7 @@ from sage_inductor.patterns.graph import (
     may_write,
     only_inserts_dims,
     op_name,
+    order_of,
     storage_of,
     value_of,
 )
@@ -133,7 +134,8 @@ def unread(node: Node) -> tuple[Product, list[str]] | None:
     if not below:
         return None
     (*between, first), (_, *after, last) = above, below
-    names = [op_name(each) for each in (*reversed(between), *after) if not _is_read(each)]
+    path = (*reversed(between), *after)
+    names = [op_name(x) for x in path if all(step.refused for _, step in _readings(x))]
     names += [op_name(node)] if op_name(node) not in SOFTMAX else []
     writers = (user for each in (first, *between) for user in each.users if may_write(user))
     names += [op_name(user) for user in writers if user < node]
@@ -159,10 +161,6 @@ def _softmax_of(node: Node) -> tuple[Node, int] | None:
     dim = arguments(other, "input", "dim")[1]
     (dim,) = dim if isinstance(dim, (list, tuple)) and len(dim) == 1 else (dim,)
     return (x, dim) if isinstance(dim, int) else None
-
-
-def _is_read(node: Node) -> bool:
-    return any(step.refused is None for _, step in _readings(node))
 
 
 def _reach(start: Node, dims: dict, dim: int, upwards: bool) -> list[Node] | None:
@@ -388,32 +386,6 @@ def _biases(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
                 yield scores, Step(node, bias=bias, factor=alpha if name == "add" else -alpha)
 
 
-def order_of(node: Node) -> tuple[int, ...] | None:
-    """The order of its input's dimensions, where a call permutes them and does nothing else."""
-    name, value = op_name(node), value_of(node)
-    n = value.dim() if isinstance(value, torch.Tensor) else 0
-    if n < 2 or not isinstance(value_of(node.args[0] if node.args else None), torch.Tensor):
-        return None
-    order = list(range(n))
-    if name == "mT" or name == "getattr" and node.args[1] == "mT":
-        order[-2:] = order[:-3:-1]
-    elif name in ("transpose", "swapaxes", "swapdims"):
-        _, *swapped = arguments(node, "input", ("dim0", "axis0"), ("dim1", "axis1"))
-        if not all(isinstance(d, int) for d in swapped):
-            return None
-        i, j = swapped
-        order[i], order[j] = order[j], order[i]
-    elif name == "permute":
-        dims = node.args[1:] or (node.kwargs.get("dims"),)
-        dims = dims[0] if isinstance(dims[0], (list, tuple)) else dims
-        if not all(isinstance(d, int) for d in dims):
-            return None
-        order = [d % n for d in dims]
-    else:
-        return None
-    return tuple(order)
-
-
 def _scalings(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
     for scores, factor in ((x, other), (other, x))[: 2 if name == "mul" else 1]:
         c = _number(factor)
@@ -596,11 +568,9 @@ def _number(x) -> float | None:
 MADE_OF_DATA = ("tensor", "scalar_tensor", "as_tensor", "Tensor", "FloatTensor")
 OF_NUMPY = "wrapped_"  # Dynamo's name for NumPy's sqrt is wrapped_sqrt
 NUMPY_CASTS = ("float16", "float32", "float64", "asarray", "array", "astype")
-OF_NUMBERS = {
-    **{f.__name__: f for f in (torch.sqrt, torch.rsqrt, torch.pow, torch.reciprocal, torch.square,
-                               torch.neg, torch.mul, torch.div, torch.add, torch.sub, torch.exp,
-                               torch.log)},
-}  # fmt: skip
+OF_NUMBERS = {x: getattr(torch, x) for x in (
+    "sqrt", "rsqrt", "pow", "reciprocal", "square", "neg", "mul", "div", "add", "sub", "exp", "log",
+)}  # fmt: skip
 
 
 def _only(data):
