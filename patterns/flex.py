@@ -67,7 +67,7 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     call.dead = left_over({hop}, node)
     if any(op_name(x) != "getitem" or not all(idle(y, x) for y in x.users) for x in others):
         call.refused = reasons.LSE_USED()
-    elif not _is_identity(_subgraph(score_mod)):
+    elif _result(graph := _subgraph(score_mod)) is not next(iter(graph.nodes)):
         call.refused = reasons.SCORE_MOD()
     elif score_inputs or mask_inputs:
         call.refused = reasons.MOD_CAPTURES()
@@ -83,10 +83,6 @@ def _subgraph(attribute: Node) -> torch.fx.Graph:
 def _result(graph: torch.fx.Graph) -> Node:
     (output,) = (node for node in graph.nodes if node.op == "output")
     return output.args[0][0] if isinstance(output.args[0], (tuple, list)) else output.args[0]
-
-
-def _is_identity(score_mod: torch.fx.Graph) -> bool:
-    return _result(score_mod) is next(iter(score_mod.nodes))
 
 
 def _read_block_mask(call: Call, hop: Node, block_mask: tuple, index: GraphIndex) -> None:

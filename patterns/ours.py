@@ -12,6 +12,7 @@ Where the call gets a recipe, replace.py takes ``sage.sdpa(...)[1]`` instead of 
 """
 
 import inspect
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -31,18 +32,17 @@ def as_sdpa(graph: Graph) -> dict[Node, tuple]:
         if node.op == "call_function" and node.target in ENTRIES:
             given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
             given.apply_defaults()
-            out, lse = _written(node, **given.arguments)
+            asked = SimpleNamespace(**given.arguments)
+            out, lse = _written(node, asked)
             node.graph.erase_node(node)
-            requested[out] = given.arguments["recipe"], given.arguments["keep"], lse
+            requested[out] = asked.recipe, asked.keep, lse
     return requested
 
 
-def _written(  # noqa: PLR0913  (attention's arguments)
-    node: Node, q, k, v, attn_mask, is_causal, scale, enable_gqa, recipe, return_lse, dropout_p,
-    keep,
-) -> tuple[Node, Node | None]:  # fmt: skip
+def _written(node: Node, asked: SimpleNamespace) -> tuple[Node, Node | None]:
     key = "val" if "val" in node.meta else "example_value"
-    values = value_of(node) if return_lse else (value_of(node), None)
+    values = value_of(node) if asked.return_lse else (value_of(node), None)
+    q, k, v, attn_mask = asked.q, asked.k, asked.v, asked.attn_mask
 
     def insert(target, args, value) -> Node:
         new = node.graph.call_function(target, args)
@@ -50,13 +50,14 @@ def _written(  # noqa: PLR0913  (attention's arguments)
         return new
 
     with node.graph.inserting_before(node):
-        sdpa = (q, k, v, attn_mask, dropout_p, is_causal)
+        sdpa = q, k, v, attn_mask, asked.dropout_p, asked.is_causal
         out = insert(F.scaled_dot_product_attention, sdpa, values[0])
-        out.kwargs = {"scale": scale, "enable_gqa": enable_gqa}
-        if not return_lse:
+        out.kwargs = {"scale": asked.scale, "enable_gqa": asked.enable_gqa}
+        if not asked.return_lse:
             node.replace_all_uses_with(out)
             return out, None
-        lse = insert(torch.ops.sage.lse.default, (q, k, attn_mask, is_causal, scale), values[1])
+        of_lse = q, k, attn_mask, asked.is_causal, asked.scale
+        lse = insert(torch.ops.sage.lse.default, of_lse, values[1])
     for item in list(node.users):  # Dynamo takes a tuple apart, so each is a getitem
         item.replace_all_uses_with((out, lse)[item.args[1]])
         node.graph.erase_node(item)

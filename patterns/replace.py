@@ -83,18 +83,18 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         lists = (emit(operator.getitem, selected, i) for i in range(2))
         tail_block = asked.tail_block if asked.tail else None
         blocks = BlockLists(*lists, None, None, *asked.size, tail_block)
-    args = SdpaCall(
-        q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
+    args = [*SdpaCall(
+        q, k, v, attn_mask, [], *call.band,
         scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,
         *blocks, *perm,
-    )  # fmt: skip
-    defaults = 0 if perm else 1 if blocks.tail_block else 2 if blocks.size else len(blocks) + 1
-    args = tuple(args)[: len(args) - defaults]
+    )]  # fmt: skip
+    while args[-1] is None:  # a default
+        args.pop()
     if is_copied:
         written = BHND if order == BHND else BNHD
         out = out.new_empty([out.shape[d] for d in written]).permute(written)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32)
-    new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
+    new = emit.insert(torch.ops.sage.sdpa.default, tuple(args), (out, lse))
     first = emit.insert(operator.getitem, (new, 0), out)
     if call.lse is not None:
         second = emit.insert(operator.getitem, (new, 1), lse)
