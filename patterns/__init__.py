@@ -17,7 +17,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.notes import lost
 from sage_inductor.ops.symbols import noting_guards
 from sage_inductor.ops.visibility import FULL
-from sage_inductor.patterns import flex, modules, ours, packed, sdpa, sdpa_backends
+from sage_inductor.patterns import flex, libraries, modules, ours, sdpa, sdpa_backends
 from sage_inductor.patterns.call import Call, Decision, Site, gathered, unreadable
 from sage_inductor.patterns.graph import GraphIndex, graph_modules, value_of
 from sage_inductor.patterns.masks.bands import prove
@@ -26,7 +26,7 @@ from sage_inductor.patterns.softmax import build as softmax
 
 __all__ = ["Decision", "Site", "rewrite"]
 
-FINDERS = (sdpa.find, sdpa_backends.find, softmax.find, modules.find, flex.find, packed.find)
+FINDERS = (sdpa.find, sdpa_backends.find, softmax.find, modules.find, flex.find, libraries.find)
 _log = logging.getLogger("sage_inductor")
 
 

@@ -237,7 +237,7 @@ MASK_MOD = Cause("mask_mod is not full, causal or a sliding window",
 BLOCK_SIZE = Cause("a BlockMask must have blocks of {}, got {}",
     "give create_block_mask or from_kv_blocks one of these as BLOCK_SIZE")
 
-# -- other libraries' ops (packed.py) ----
+# -- other libraries' ops (libraries.py) ----
 
 PACKED = Cause("packed sequences have no 8-bit kernel: {} tokens in {} documents",
     "nothing to do where documents are short; a long one gains as a call of "

@@ -19,7 +19,7 @@ from sage_inductor.ops import gpus
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.options import Settings
-from sage_inductor.patterns import fastvideo
+from sage_inductor.patterns import libraries
 
 LISTS = "Tensor q2k_idx, Tensor q2k_num, Tensor variable_block_sizes"
 QKV = "Tensor q, Tensor k, Tensor v"
@@ -179,7 +179,7 @@ def test_a_graph_takes_new_lists_sizes_and_lengths():
 
 def wrong_lists(node, index):
     """Those of a query given to another."""
-    call = fastvideo.find(node, index)
+    call = libraries.find(node, index)
     if call and call.blocks.size:
         flip = [call.emit(torch.ops.aten.flip.default, x, [2]) for x in call.blocks[:2]]
         call.blocks = BlockLists(*flip, *call.blocks[2:])
@@ -187,7 +187,7 @@ def wrong_lists(node, index):
 
 
 def without_sizes(node, index):
-    call = fastvideo.find(node, index)
+    call = libraries.find(node, index)
     if call:
         call.attn_mask = None
     return call
@@ -195,7 +195,7 @@ def without_sizes(node, index):
 
 def one_size_less(node, index):
     """Block j has the size of block j - 1."""
-    call = fastvideo.find(node, index)
+    call = libraries.find(node, index)
     if call and call.attn_mask:
         call.attn_mask = call.emit(torch.ops.aten.roll.default, call.attn_mask, [64], [3])
     return call

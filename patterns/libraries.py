@@ -1,4 +1,14 @@
-"""Calls of FastVideo's ops that attend by lists of blocks (VSA), by the names in their schemas.
+"""Calls of other libraries' attention ops, which stay what they are, but for some by block lists.
+Arguments are read by the names in the ops' schemas, because flash-attn's differ from release to
+release.
+
+    torch_attn._varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, ...)
+    flash_attn._flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, ...)
+    flash_attn._flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, ...)
+
+Packed: q [T, H, D] holds documents one after another. cu [S + 1] says where each begins.
+
+FastVideo's ops attend by lists of blocks (VSA):
 
     before:  both = fastvideo_kernel.block_sparse_attn_sm90(q, k, v, q2k_idx, q2k_num, sizes)
              out = both[0]
@@ -11,6 +21,7 @@ they return beside out is for their own backward: a logsumexp to the base 2, but
 sources do not say it.
 """
 
+import operator
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -26,19 +37,49 @@ from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import value_of
 
 aten = torch.ops.aten
-NAME = "block_sparse_attn"  # begins that of each of the ops
-NAMED = re.compile(rf"\.{NAME}(?!\w*backward)\w*$")
+# In the kernels of Hugging Face's hub the namespace says it: vllm_flash_attn3_<hash>.fwd.
+NAMED = re.compile(r"(varlen_attn|flash_attn\w*[._](varlen_)?(forward|fwd))(_out)?$")
+PAGES = "block_table", "page_table"
+FASTVIDEO = "block_sparse_attn"  # begins the name of each of its ops
+LISTED = re.compile(rf"\.{FASTVIDEO}(?!\w*backward)\w*$")
 LISTS = {"q2k_idx", "q2k_num", "variable_block_sizes"}
 BLOCK = 64
 
 
 def find(node: Node, index: graph.GraphIndex) -> Call | None:
-    """The call whose output `node` is: an op's only one, or its first."""
-    op: Any = node.args[0] if graph.op_name(node) == "getitem" and node.args[1] == 0 else node
-    target = getattr(op, "target", None)
+    """The call whose output `node` is: an op's only one or, of an op by lists, its first."""
+    op: Any = node.args[0] if node.target is operator.getitem else node
+    if FASTVIDEO in str(getattr(op, "target", "")):
+        return _by_lists(op, node, index) if op is node or node.args[1] == 0 else None
+    is_op = isinstance(node.target, (compat.OpOverload, compat.OpOverloadPacket))
+    name = str(node.target).removesuffix(".default")
+    if not is_op or not NAMED.search(name):
+        return None
+    given = graph.by_schema(node, node.target)
+    q, k, v = (given.get(x, given.get(x[0])) for x in ("query", "key", "value"))
+    values = value_of(node)
+    out = values[0] if isinstance(values, (list, tuple)) else values
+    if not all(isinstance(value_of(x), torch.Tensor) for x in (q, k, v)):
+        return None  # another op of that name
+    call = Call(node, name.replace("._", "."), graph.Emitter(node, index), q, k, v, out)
+    call.refused = _why(name, given, value_of(q))
+    return call
+
+
+def _why(name: str, given: dict, q: torch.Tensor) -> reasons.Reason:
+    if any(given.get(pages) is not None for pages in PAGES):
+        return reasons.PAGES()
+    cu = next((value_of(given[x]) for x in ("cu_seq_q", "cu_seqlens_q") if x in given), None)
+    if cu is None:
+        return reasons.ANOTHER_KERNEL(name)
+    return reasons.PACKED(q.shape[0], cu.shape[0] - 1)
+
+
+def _by_lists(op: Node, node: Node, index: graph.GraphIndex) -> Call | None:
+    target: Any = op.target
     name, out = str(target).removesuffix(".default"), value_of(node)
     is_op = isinstance(target, (compat.OpOverload, compat.OpOverloadPacket))
-    if not is_op or not NAMED.search(name) or not isinstance(out, torch.Tensor):
+    if not is_op or not LISTED.search(name) or not isinstance(out, torch.Tensor):
         return None
     given: dict[str, Any] = graph.by_schema(op, target)
     given = {x.removesuffix("_padded"): value for x, value in given.items()}
