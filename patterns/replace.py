@@ -24,16 +24,10 @@ from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.symbols import equal
 from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
+from sage_inductor.patterns import graph
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
-from sage_inductor.patterns.graph import (
-    Emitter,
-    GraphIndex,
-    may_write,
-    op_name,
-    statically_true,
-    value_of,
-)
+from sage_inductor.patterns.graph import Emitter, GraphIndex, op_name, statically_true, value_of
 from sage_inductor.patterns.shared_kv import stack, stacks
 
 aten = torch.ops.aten
@@ -173,7 +167,7 @@ def share(index: GraphIndex) -> None:
     to."""
     groups, writes = {}, 0
     for node in index.graph.nodes:
-        writes += may_write(node)
+        writes += graph.may_write(node)
         if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
             emit = Emitter(node, index)
             call = SdpaCall(*node.args)

@@ -19,19 +19,8 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import equal, specialised
-from sage_inductor.patterns import reasons
-from sage_inductor.patterns.graph import (
-    VIEWS,
-    arguments,
-    as_float,
-    broadcast,
-    may_write,
-    only_inserts_dims,
-    op_name,
-    order_of,
-    storage_of,
-    value_of,
-)
+from sage_inductor.patterns import graph, reasons
+from sage_inductor.patterns.graph import arguments, op_name, order_of, value_of
 from sage_inductor.patterns.reasons import Reason
 
 SOFTMAX = ("softmax", "_softmax", "special_softmax")
@@ -137,7 +126,7 @@ def unread(node: Node) -> tuple[Product, list[str]] | None:
     path = (*reversed(between), *after)
     names = [op_name(x) for x in path if all(step.refused for _, step in _readings(x))]
     names += [op_name(node)] if op_name(node) not in SOFTMAX else []
-    writers = (user for each in (first, *between) for user in each.users if may_write(user))
+    writers = (user for each in (first, *between) for user in each.users if graph.may_write(user))
     names += [op_name(user) for user in writers if user < node]
     return product_of(first), names or [op_name(last)]
 
@@ -154,7 +143,7 @@ def _softmax_of(node: Node) -> tuple[Node, int] | None:
         x, other = arguments(x, "input", "other")
     elif name != "div" or _name(x) != "exp":  # exp(x) / exp(x).sum()
         return None
-    while _name(other) in ("add", "clamp", "clamp_min", "clip", *SAME, *VIEWS):
+    while _name(other) in ("add", "clamp", "clamp_min", "clip", *SAME, *graph.VIEWS):
         other = arguments(other, "input")[0]
     if _name(other) not in ("sum", "logsumexp") or arguments(other, "input")[0] is not x:
         return None
@@ -214,7 +203,7 @@ def _origins(node: Node, x: Node) -> dict[int, int]:
         and ("linear" in name or "conv" in name)
     ):
         return {}
-    if len(sizes) == len(given) and name not in VIEWS:
+    if len(sizes) == len(given) and name not in graph.VIEWS:
         mixed = {"linear": len(given) - 1, "conv": 1}
         lost = {d for word, d in mixed.items() if word in name}
         alike = (d for d in range(len(sizes)) if equal(sizes[d : d + 1], given[d : d + 1])
@@ -237,7 +226,7 @@ def _climb(x: Node, before: Node, seen: set[Node]) -> list[Step] | None:
     if not isinstance(x, Node):
         return None
     # Dynamo lets `s.masked_fill_(m, v)` stand beside s, which is what the next call names.
-    writes = [user for user in x.users if may_write(user) and user.args[:1] == (x,)]
+    writes = [user for user in x.users if graph.may_write(user) and user.args[:1] == (x,)]
     node = max((user for user in writes if user < before), default=x)
     if node in seen or len(seen) == MOST_STEPS:
         return None
@@ -297,22 +286,22 @@ def _readings(node: Node) -> Iterator[tuple[Node, Step]]:
     operands = _reading_of(name, node) if isinstance(value_of(node), torch.Tensor) else ()
     for x, step in operands:
         if isinstance(value_of(x), torch.Tensor):
-            if name in (*VIEWS, *RESHAPING) or step.order or _same_shape(x, node):
+            if name in (*graph.VIEWS, *RESHAPING) or step.order or _same_shape(x, node):
                 yield x, step
 
 
 def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:  # noqa: C901  (a table)
     x, other = arguments(node, "input", "other")
-    if name == "getitem" and broadcast(node):
-        yield broadcast(node), Step(node, aside=(x,))
+    if name == "getitem" and graph.broadcast(node):
+        yield graph.broadcast(node), Step(node, aside=(x,))
     elif name in TRANSPOSING and (order := order_of(node)):
         yield x, Step(node, order=order)
-    elif name == "getitem" and only_inserts_dims(node):
+    elif name == "getitem" and graph.only_inserts_dims(node):
         yield x, Step(node)
-    elif name in SAME or name in VIEWS:
+    elif name in SAME or name in graph.VIEWS:
         value = value_of(node)
         moved = not value.is_floating_point() or value.device != value_of(x).device
-        moved |= name in VIEWS and value.dtype != value_of(x).dtype  # the bits, read anew
+        moved |= name in graph.VIEWS and value.dtype != value_of(x).dtype  # the bits, read anew
         yield x, Step(node, refused=reasons.MOVED(name) if moved else None)
     elif name == "dropout":
         _, p, training = arguments(node, "input", "p", ("training", "train"), p=0.5, training=True)
@@ -540,7 +529,7 @@ def _is_trained(x: Node) -> bool:
 def _number(x) -> float | None:
     """The number that `x` is, or that fills a tensor made in the graph. A dynamic number is that
     which is compiled for."""
-    value = as_float(x) if isinstance(x, Node) else x
+    value = graph.as_float(x) if isinstance(x, Node) else x
     if isinstance(value_of(value), torch.SymInt):
         value = specialised(value_of(value)) if value_of(value).node.has_hint() else None
     if isinstance(value, (int, float)):
@@ -602,12 +591,13 @@ def _calculated(name: str, x: Node) -> float | None:
 
 def _is_written(x: Node) -> bool:
     """To it, or to a view of it."""
-    memory = storage_of(value_of(x))
+    memory = graph.storage_of(value_of(x))
     for user in x.users:
-        if may_write(user) and op_name(user) != "detach_":
+        if graph.may_write(user) and op_name(user) != "detach_":
             return True
         value = value_of(user)
-        if isinstance(value, torch.Tensor) and storage_of(value) == memory and _is_written(user):
+        is_view = isinstance(value, torch.Tensor) and graph.storage_of(value) == memory
+        if is_view and _is_written(user):
             return True
     return False
 
