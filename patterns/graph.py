@@ -282,7 +282,7 @@ class GraphIndex:
         self.autocasts = [node for node, name in names if name in AUTOCAST]
         self.nesting = [node for node, name in names if name.endswith(NESTING)]
         self.block_lists = {}  # what flex.py has evaluated
-        self.requested = {}  # what ours.py has written as SDPA, and what it asks for
+        self.requested = {}  # what sdpa.py has written as SDPA, and what it asks for
         self.unsettled = []  # Emitters whose calls may still be taken out
 
     @functools.cached_property
