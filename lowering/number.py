@@ -64,6 +64,24 @@ class Facts:
         return Facts(max(self.low, y.low), max(self.high, y.high), divisor)
 
 
+def _computed(cpp: str, of_facts, x, y):
+    if not (isinstance(x, (int, Number)) and isinstance(y, (int, Number))):
+        return NotImplemented
+    facts = of_facts(Facts.of(x), Facts.of(y))
+    if facts.low == facts.high:
+        return facts.low
+    recording = (x if isinstance(x, Number) else y).recording
+    return Number(recording, recording.name(cpp.format(text_of(x), text_of(y))), facts)
+
+
+def _operators(cpp: str, of_facts) -> tuple:
+    """The methods of an operator, for a number on its left and on its right."""
+    return (
+        lambda x, y: _computed(cpp, of_facts, x, y),
+        lambda x, y: _computed(cpp, of_facts, y, x),
+    )
+
+
 class Number:
     """A number that C++ computes as `text`. Where Python needs to know it, it raises TypeError."""
 
@@ -79,33 +97,14 @@ class Number:
         high = min(self.facts.high, most)
         return Number(self.recording, self.text, dataclasses.replace(self.facts, high=high))
 
-    def __add__(self, y):
-        return _computed("{} + {}", operator.add, self, y)
-
-    def __sub__(self, y):
-        return _computed("{} - {}", operator.sub, self, y)
-
-    def __rsub__(self, y):
-        return _computed("{} - {}", operator.sub, y, self)
-
     def __mul__(self, y):
-        if type(y) is int and y == 1:
-            return self
-        return _computed("{} * {}", operator.mul, self, y)
+        return self if type(y) is int and y == 1 else _computed("{} * {}", operator.mul, self, y)
 
-    def __floordiv__(self, y):
-        return _computed("{} / {}", operator.floordiv, self, y)
-
-    def __rfloordiv__(self, y):
-        return _computed("{} / {}", operator.floordiv, y, self)
-
-    def __mod__(self, y):
-        return _computed("{} % {}", operator.mod, self, y)
-
-    def __rmod__(self, y):
-        return _computed("{} % {}", operator.mod, y, self)
-
+    __add__, _ = _operators("{} + {}", operator.add)
     __radd__, __rmul__ = __add__, __mul__
+    __sub__, __rsub__ = _operators("{} - {}", operator.sub)
+    __floordiv__, __rfloordiv__ = _operators("{} / {}", operator.floordiv)
+    __mod__, __rmod__ = _operators("{} % {}", operator.mod)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -152,16 +151,6 @@ class Number:
         if always(*facts) or never(*facts):
             return always(*facts)
         return self.recording.ask(f"{self.text} {operator} {text_of(y)}")
-
-
-def _computed(cpp: str, of_facts, x, y):
-    if not (isinstance(x, (int, Number)) and isinstance(y, (int, Number))):
-        return NotImplemented
-    facts = of_facts(Facts.of(x), Facts.of(y))
-    if facts.low == facts.high:
-        return facts.low
-    recording = (x if isinstance(x, Number) else y).recording
-    return Number(recording, recording.name(cpp.format(text_of(x), text_of(y))), facts)
 
 
 def text_of(x: "int | Number") -> str:

@@ -17,17 +17,8 @@ from triton import knobs
 
 from sage_inductor.lowering.number import Facts
 from sage_inductor.lowering.record import TensorArgument, record
-from sage_inductor.ops import gpus
-from sage_inductor.ops.compat import (
-    FallbackKernel,
-    OpOverload,
-    TensorBox,
-    add_layout_constraint,
-    constrain_to_fake_tensors,
-    handles_of,
-    register_lowering,
-    virtualized,
-)
+from sage_inductor.ops import compat, gpus
+from sage_inductor.ops.compat import OpOverload, TensorBox, virtualized
 from sage_inductor.ops.compile import Compilation, parameters
 from sage_inductor.ops.register import LAUNCHES, OPAQUE
 
@@ -36,9 +27,9 @@ HEADER = Path(__file__).with_name("launcher.h")
 
 def register(op: OpOverload) -> None:
     """From now on Inductor makes a `Launched` of a call."""
-    add_layout_constraint(op, _stored)
+    compat.add_layout_constraint(op, _stored)
 
-    @register_lowering(op, type_promotion_kind=None)
+    @compat.register_lowering(op, type_promotion_kind=None)
     def lower(*args, **kwargs):
         outputs = Launched.create(op, *args, **kwargs)  # a list, or a tuple; None of what writes
         return outputs and type(outputs)(map(TensorBox.create, outputs))
@@ -53,17 +44,17 @@ def _stored(node: torch.fx.Node, *args, **kwargs) -> tuple:
         if isinstance(x, TensorBox):
             x.realize()
     fakes = torch.fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    return constrain_to_fake_tensors(args, kwargs, *fakes)
+    return compat.constrain_to_fake_tensors(args, kwargs, *fakes)
 
 
-class Launched(FallbackKernel):
+class Launched(compat.FallbackKernel):
     """A call of an op of kernels. Where the wrapper is Python, it becomes a call of a `Replay`;
     where it is C++, a call of C++ that is spliced into it."""
 
     def codegen(self, wrapper) -> None:
         given, by_name = self.unflatten_args(self.inputs, self.constant_args)
         if not virtualized.graph.cpp_wrapper or self.op_overload in OPAQUE:
-            if not virtualized.graph.cpp_wrapper and handles_of is not None and not by_name:
+            if not virtualized.graph.cpp_wrapper and compat.handles_of is not None and not by_name:
                 self.python_kernel_name = _replay(wrapper, self.op_overload, given)
             super().codegen(wrapper)
             return

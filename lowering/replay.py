@@ -29,17 +29,8 @@ from torch import Tensor
 from triton import knobs
 
 from sage_inductor.lowering.package import HEADER, launched_as
-from sage_inductor.ops import gpus
-from sage_inductor.ops.compat import (
-    OpOverload,
-    c_functions,
-    cache_manager,
-    cuda_library_dirs,
-    handles_of,
-    load_module,
-    tensors_of,
-    triton_build,
-)
+from sage_inductor.ops import compat, gpus
+from sage_inductor.ops.compat import OpOverload, handles_of, tensors_of
 from sage_inductor.ops.compile import FP_FUSION, describe
 from sage_inductor.ops.notes import lost
 from sage_inductor.ops.register import LAUNCHES
@@ -222,7 +213,7 @@ def _all(rows: list[list[int]]) -> list[int]:
 def _number_of(dtype: torch.dtype) -> int:
     """Torch's, in C++."""
     name = str(dtype).removeprefix("torch.")
-    return getattr(ctypes.CDLL(c_functions), f"aoti_torch_dtype_{name}")()
+    return getattr(ctypes.CDLL(compat.c_functions), f"aoti_torch_dtype_{name}")()
 
 
 def _compiled(kernel, grid: tuple, tensors: tuple, numbers: tuple, options: dict):
@@ -262,22 +253,22 @@ def why_python() -> str:
 
 def _load():
     of = (SOURCE.read_text(), HEADER.read_text(), torch.__version__, triton.__version__)
-    cache = cache_manager(hashlib.sha256("\0".join(of).encode()).hexdigest())
+    cache = compat.cache_manager(hashlib.sha256("\0".join(of).encode()).hexdigest())
     name = "sage_replay"
     file = name + sysconfig.get_config_var("EXT_SUFFIX")
     path = cache.get_file(file)
     if path is None:
         with tempfile.TemporaryDirectory() as folder:
             libraries = ["torch_cuda", "torch_cpu", "libcuda.so.1"]
-            built = Path(build(folder, libraries, cuda_library_dirs()))
+            built = Path(build(folder, libraries, compat.cuda_library_dirs()))
             path = cache.put(built.read_bytes(), file, binary=True)
-    return load_module(name, path)
+    return compat.load_module(name, path)
 
 
 def build(folder: str, libraries: list[str], where: list[str]) -> str:
     """Compile replay.cpp. libraries: torch's C functions and the driver's."""
     of_torch, of_triton = Path(torch.__file__).parent, Path(triton.__file__).parent
-    return triton_build(
+    return compat.triton_build(
         "sage_replay", str(SOURCE), folder, [str(of_torch / "lib"), *where],
         [str(of_torch / "include"), str(of_triton / "backends/nvidia/include")],
         ["stdc++", *libraries], ["-std=c++17"],

@@ -8,8 +8,10 @@ tests/ops/test_compat.py walks the rows on the torch that is there.
 """
 
 import contextlib
+import functools
 import importlib.util
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -46,6 +48,12 @@ def _take(*places: str, without: str, seen: str = "", optional: bool = False) ->
     """A row, in the place of what `__getattr__` finds by it."""
     seen = seen or (TRITON if places[0].startswith("triton") else TORCH)
     return Private(places, seen, without, optional)
+
+
+# Rows of one fate.
+_of_ranks = functools.partial(_take, seen="torch 2.11 and 2.13", optional=True)
+_of_gluon = functools.partial(_take, without="as gluon", optional=True)
+_of_replay = functools.partial(_take, without="as handles_of", optional=True)
 
 
 def _find(place: str):
@@ -107,35 +115,28 @@ virtualized = _take("torch._inductor.virtualized:V",
 default_store = _take("torch.distributed.distributed_c10d:_get_default_store",
     optional=True,
     without="each rank times recipes for itself, and ranks may choose different ones")
-process_group = _take("torch.distributed.distributed_c10d:_resolve_process_group",
-    seen="torch 2.11 and 2.13", optional=True,
+process_group = _of_ranks("torch.distributed.distributed_c10d:_resolve_process_group",
     without="sage::gather_sdpa cannot find its process group by name")
-all_gather_single = _take(
-    "torch.distributed:all_gather_single",
-    "torch.distributed:all_gather_into_tensor",
-    seen="torch 2.11 and 2.13", without="as process_group", optional=True)
-all_to_all_single = _take("torch.distributed:all_to_all_single",
-    seen="torch 2.11 and 2.13", without="as process_group", optional=True)
-symmetric_empty = _take("torch.distributed._symmetric_memory:empty",
-    seen="torch 2.11 and 2.13", optional=True,
+all_gather_single = _of_ranks(
+    "torch.distributed:all_gather_single", "torch.distributed:all_gather_into_tensor",
+    without="as process_group")
+all_to_all_single = _of_ranks("torch.distributed:all_to_all_single", without="as process_group")
+symmetric_empty = _of_ranks("torch.distributed._symmetric_memory:empty",
     without="GPUs exchange rows by collectives, which short calls take longer for")
-symmetric_rendezvous = _take("torch.distributed._symmetric_memory:rendezvous",
-    seen="torch 2.11 and 2.13", optional=True, without="as symmetric_empty")
+symmetric_rendezvous = _of_ranks("torch.distributed._symmetric_memory:rendezvous",
+    without="as symmetric_empty")
 symmetric_backend = _take("torch.distributed._symmetric_memory:get_backend",
     seen="torch 2.13", optional=True,
     without="rows are written by NVSHMEM, if it was chosen, whose barrier is empty")
-foreach_copy = _take("torch:_foreach_copy_",
-    seen="torch 2.11 and 2.13", optional=True, without="as symmetric_empty")
-assert_async = _take("torch:_assert_async",
-    seen="torch 2.11 and 2.13", optional=True,
+foreach_copy = _of_ranks("torch:_foreach_copy_", without="as symmetric_empty")
+assert_async = _of_ranks("torch:_assert_async",
     without='gather_attention takes lengths="ask" only: ranks could not be told of a mistake')
-register_effectful_op = _take("torch._higher_order_ops.effects:_register_effectful_op",
-    seen="torch 2.11 and 2.13", optional=True,
+register_effectful_op = _of_ranks("torch._higher_order_ops.effects:_register_effectful_op",
     without="Inductor may exchange two calls of sage::gather_sdpa on one rank alone")
-EffectType = _take("torch._higher_order_ops.effects:_EffectType",
-    seen="torch 2.11 and 2.13", without="as register_effectful_op", optional=True)
-register_sharding = _take("torch.distributed.tensor.experimental:register_sharding",
-    seen="torch 2.11 and 2.13", optional=True, without="torch.ops.sage takes no DTensors")
+EffectType = _of_ranks("torch._higher_order_ops.effects:_EffectType",
+    without="as register_effectful_op")
+register_sharding = _of_ranks("torch.distributed.tensor.experimental:register_sharding",
+    without="torch.ops.sage takes no DTensors")
 sharding_schemas = _take(
     "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
     seen="torch 2.13", optional=True,
@@ -188,9 +189,8 @@ TensorBox = _take("torch._inductor.ir:TensorBox", without="as add_layout_constra
 handles_of = _take("torch._C:_aoti.unsafe_alloc_void_ptrs_from_tensors",
     optional=True,
     without="calls in compiled models are submitted by Python, five times as slowly")
-tensors_of = _take("torch._C:_aoti.alloc_tensors_by_stealing_from_void_ptrs",
-    without="as handles_of", optional=True)
-c_functions = _take("torch:_C.__file__", without="as handles_of", optional=True)
+tensors_of = _of_replay("torch._C:_aoti.alloc_tensors_by_stealing_from_void_ptrs")
+c_functions = _of_replay("torch:_C.__file__")
 FunctionalTensorMode = _take("torch._subclasses.functional_tensor:FunctionalTensorMode",
     without="sage::sdpa does not open, and its kernels compile where they are first launched")
 disable_compiled_autograd = _take("torch._dynamo.compiled_autograd:_disable",
@@ -217,37 +217,32 @@ gdc_launch_dependents = _take("triton.language.extra.cuda.gdc:gdc_launch_depende
     without="as gdc_wait", optional=True)
 gluon = _take("triton.experimental.gluon",
     without="the Hopper kernel is lost: calls run in the portable one", optional=True)
-gluon_barrier = _take(
+gluon_barrier = _of_gluon(
     "triton.experimental.gluon.language:barrier",
-    "triton.experimental.gluon.language:thread_barrier",
-    without="as gluon", optional=True)
-tma_load = _take(
+    "triton.experimental.gluon.language:thread_barrier")
+tma_load = _of_gluon(
     "triton.experimental.gluon.language.nvidia.hopper:tma.async_load",
-    "triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared",
-    without="as gluon", optional=True)
-reinterpret = _take(
+    "triton.experimental.gluon.language.nvidia.hopper:tma.async_copy_global_to_shared")
+reinterpret = _of_gluon(
     "triton.experimental.gluon.language:shared_memory_descriptor.reinterpret",
-    "triton.experimental.gluon.language:shared_memory_descriptor._reinterpret",
-    without="as gluon", optional=True)
-aggregate = _take("triton.language.core:_aggregate", without="as gluon", optional=True)
-GluonDescriptor = _take("triton.experimental.gluon.nvidia.hopper:TensorDescriptor",
-    without="as gluon", optional=True)
-GluonJITFunction = _take("triton.experimental.gluon._runtime:GluonJITFunction",
-    without="as gluon, in packages", optional=True)
-GluonASTSource = _take("triton.experimental.gluon._runtime:GluonASTSource",
+    "triton.experimental.gluon.language:shared_memory_descriptor._reinterpret")
+aggregate = _of_gluon("triton.language.core:_aggregate")
+GluonDescriptor = _of_gluon("triton.experimental.gluon.nvidia.hopper:TensorDescriptor")
+GluonJITFunction = _of_gluon("triton.experimental.gluon._runtime:GluonJITFunction",
+    without="as gluon, in packages")
+GluonASTSource = _of_gluon("triton.experimental.gluon._runtime:GluonASTSource",
+    without="as gluon, in packages")
+ASTSource = _take("triton.experimental.gluon._runtime:GluonASTSource",
     without="as gluon, in packages", optional=True)
 ASTSource = _take("triton.compiler:ASTSource",
     without="packages cannot hold kernels", optional=True)
 GPUTarget = _take("triton.backends.compiler:GPUTarget", without="as ASTSource", optional=True)
 ptxas_version = _take("triton.backends.nvidia.compiler:get_ptxas_version",
     without="as AsyncCompile", optional=True)
-triton_build = _take("triton.runtime.build:_build", without="as handles_of", optional=True)
-cache_manager = _take("triton.runtime.cache:get_cache_manager",
-    without="as handles_of", optional=True)
-load_module = _take("triton.runtime.build:_load_module_from_path",
-    without="as handles_of", optional=True)
-cuda_library_dirs = _take("triton.backends.nvidia.driver:library_dirs",
-    without="as handles_of", optional=True)
+triton_build = _of_replay("triton.runtime.build:_build")
+cache_manager = _of_replay("triton.runtime.cache:get_cache_manager")
+load_module = _of_replay("triton.runtime.build:_load_module_from_path")
+cuda_library_dirs = _of_replay("triton.backends.nvidia.driver:library_dirs")
 
 # fmt: on
 
@@ -262,34 +257,29 @@ def __getattr__(name: str):
     return globals().setdefault(name, TABLE[name].value())
 
 
-class _After:
-    """A finder of modules that finds none."""
-
-    def __init__(self, theirs: str, ours: str):
-        self.theirs, self.ours = theirs, ours
-
-    def find_spec(self, name: str, path=None, target=None):
-        if name != self.theirs:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def load_both(module):
-            load(module)
-            importlib.import_module(self.ours)
-
-        spec.loader.exec_module = load_both
-        return spec
-
-
 def after_import(theirs: str, ours: str) -> None:
     """Import our module, which tells theirs of our ops, once somebody imports theirs. We do not:
     it takes seconds, and few programs need it."""
     if theirs in sys.modules:
         importlib.import_module(ours)
-    else:
-        sys.meta_path.insert(0, _After(theirs, ours))
+        return
+
+    def find_spec(name: str, path=None, target=None):
+        if name != theirs:
+            return None
+        sys.meta_path.remove(finder)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_both(module):
+            load(module)
+            importlib.import_module(ours)
+
+        spec.loader.exec_module = load_both
+        return spec
+
+    finder: Any = types.SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
 
 
 def folds_constants() -> bool:

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import os
 import re
+import types
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -224,20 +225,14 @@ def await_compiled(launch: Launch, device: torch.device) -> None:
         lost(f"{launch.kernel.__name__} compiles where it is launched", error)
 
 
-class _Elsewhere:
+def elsewhere(capability: tuple[int, int]) -> types.SimpleNamespace:
     """A driver of Triton's for a GPU of which only the capability is known."""
-
-    def __init__(self, capability: tuple[int, int]):
-        self.target = compat.GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return self.target  # a key
-
-    def get_current_stream(self, device):
-        return 0
+    target = compat.GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    return types.SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: target,  # a key
+        get_current_stream=lambda device: 0,
+    )
 
 
 def _warm_up(
@@ -261,7 +256,7 @@ def _warm_up(
         knobs.cache.dir = folder
         knobs.nvidia.ptxas, knobs.nvidia.mock_ptx_version = ptxas, version
         compat.ptxas_version.cache_clear()
-        driver.set_active(_Elsewhere(capability))
+        driver.set_active(elsewhere(capability))
         try:
             kinds = (x.dtype if isinstance(x, torch.Tensor) else x for x in arguments)
             compiled = kernel.warmup(*kinds, grid=grid, **options)

@@ -3,21 +3,24 @@
 variant of a kernel does not read is None among its tensors.
 
 Inside `noted` it launches nothing and writes down what it would; tensors may be on meta. compile.py
-compiles that in other processes, and `run` waits for it.
+compiles that in other processes, and `run` waits for it. So kernels compile while Inductor works on
+the graph around their ops (`precompile`).
 """
 
 import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
 from torch import Tensor
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.compile import FP_FUSION, Launch, await_compiled
+from sage_inductor.ops.compile import FP_FUSION, Launch, await_compiled, compile_elsewhere
+from sage_inductor.ops.gpus import Gpu
+from sage_inductor.ops.notes import lost
 
 HAS_PDL = compat.gdc_wait is not None
 
@@ -43,8 +46,17 @@ def noted() -> Iterator[list[Launch]]:
 def _like(x):
     """On meta: what is noted keeps no memory, and can be pickled."""
     if isinstance(x, Tensor):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return _on_meta(*_described(x))
     return dataclasses.replace(x, base=_like(x.base)) if hasattr(x, "block_shape") else x
+
+
+def _described(x):
+    """What a tensor's launches depend on; anything else as it is."""
+    return (tuple(x.shape), tuple(x.stride()), x.dtype) if isinstance(x, Tensor) else x
+
+
+def _on_meta(shape: tuple, strides: tuple, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def run(kernel: triton.JITFunction, grid: tuple, tensors: tuple, numbers: tuple, **options) -> None:
@@ -112,3 +124,38 @@ def visible_argument(visible: Tensor | None, shape: tuple, unread: Tensor) -> tu
 def pdl_option(pdl: bool) -> dict:
     """The option of programmatic dependent launch."""
     return {"launch_pdl": True} if pdl else {}
+
+
+# -- before a call ----
+
+
+def precompile(launch: Callable, arguments: tuple) -> None:
+    """Start to compile what ``launch(run, gpu, *arguments)`` launches, if its sizes are known."""
+    device = arguments[0].device
+    if device.type == "cuda" and all(map(_is_known, arguments)):
+        _start(device, launch, *map(_described, arguments))
+
+
+def _is_known(x) -> bool:
+    numbers = (*x.shape, *x.stride()) if isinstance(x, Tensor) else (x,)
+    return not any(isinstance(n, torch.SymInt) for n in numbers)
+
+
+@functools.cache  # started once
+def _start(*of_call) -> None:
+    """In a thread of its own, where no mode of torch is on: while a graph is traced even a meta
+    tensor is a fake one, without an address. It takes milliseconds: kernels compile elsewhere."""
+    thread = threading.Thread(target=_note, args=of_call)
+    thread.start()
+    thread.join()
+
+
+def _note(device: torch.device, launch: Callable, *values) -> None:
+    gpu = Gpu.of(device)
+    given = [_on_meta(*x) if isinstance(x, tuple) else x for x in values]
+    with noted() as launches:
+        try:
+            launch(run, gpu, *given)
+        except Exception as error:  # noqa: BLE001  (operands that are copied; else the call says it)
+            lost("what a call launches compiles then", error)
+    compile_elsewhere(launches, gpu.capability)

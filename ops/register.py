@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.launch import run
-from sage_inductor.ops.precompile import precompile
+from sage_inductor.ops.launch import precompile, run
 
 OPAQUE: set = set()  # ops that C++ cannot compute: no exported program may call one
 LAUNCHES: dict[compat.OpOverload, Callable] = {}  # `launched_by`'s launch, of every op that has one

@@ -17,7 +17,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.notes import lost
 from sage_inductor.ops.symbols import noting_guards
 from sage_inductor.ops.visibility import FULL
-from sage_inductor.patterns import flex, modules, ours, packed, sdpa, sdpa_backends
+from sage_inductor.patterns import flex, modules, packed, sdpa, sdpa_backends
 from sage_inductor.patterns.call import Call, Decision, Site, gathered, unreadable
 from sage_inductor.patterns.graph import GraphIndex, graph_modules, value_of
 from sage_inductor.patterns.masks.bands import prove
@@ -51,7 +51,7 @@ def rewrite(
 
     sites = []
     for module in graph_modules(gm):
-        requested = ours.as_sdpa(module.graph)
+        requested = sdpa.written(module.graph)
         found = _rewrite_graph(module.graph, requested, decide, put or replaced)
         if requested or any(site.rewritten or site.decision.unrepeats for site in found):
             module.recompile()

@@ -158,13 +158,6 @@ def why_not_trained(call: Call, training: str, capability: tuple[int, int] | Non
     return None
 
 
-def why_not_by_itself(call: Call) -> Reason | None:
-    """The reason that "auto" leaves to the user whether a call is trained by the FP8 backward."""
-    if is_causal(call) and _is_biased(call.k):
-        return reasons.BIASED_K()
-    return None
-
-
 # What leaves each number in its channel, and as it is.
 _MOVES = (
     *VIEWS, "transpose", "permute", "movedim", "swapaxes", "contiguous", "clone", "expand", "chunk",
@@ -173,17 +166,17 @@ _MOVES = (
 )  # fmt: skip
 
 
-def _is_biased(x: Node) -> bool:
+def is_biased(x: Node) -> bool:
     """Whether x is a projection with a bias, and nothing was done to it since. A bias before a
     rotary embedding is none: it turns with the position."""
     name = op_name(x)
     if name == "linear":
         return arguments(x, "input", "weight", "bias")[2] is not None
     if name in ("cat", "concat"):
-        return any(map(_is_biased, arguments(x, ("tensors", "tensor"))[0]))
+        return any(map(is_biased, arguments(x, ("tensors", "tensor"))[0]))
     if name in ("add", "iadd", "add_"):
         return any(getattr(value_of(each), "ndim", 0) == 1 for each in x.all_input_nodes)
-    return name == "addmm" or name in _MOVES and _is_biased(x.all_input_nodes[0])
+    return name == "addmm" or name in _MOVES and is_biased(x.all_input_nodes[0])
 
 
 _SCALES = re.compile(r"i?mul|i?sub|truediv|div|.*dequant.*")

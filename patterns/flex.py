@@ -26,20 +26,9 @@ from torch.fx.node import map_aggregate, map_arg
 from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import guarded, specialised
 from sage_inductor.ops.visibility import BLOCK_SIZES, Band, BlockLists
-from sage_inductor.patterns import reasons
+from sage_inductor.patterns import graph, reasons
 from sage_inductor.patterns.call import Call
-from sage_inductor.patterns.graph import (
-    NESTING,
-    Emitter,
-    GraphIndex,
-    as_float,
-    idle,
-    left_over,
-    op_name,
-    statically_true,
-    storages,
-    value_of,
-)
+from sage_inductor.patterns.graph import Emitter, GraphIndex, op_name, statically_true, value_of
 from sage_inductor.patterns.masks.bands import as_additive, read_band
 from sage_inductor.patterns.masks.index_analysis import IndexAnalysis
 from sage_inductor.patterns.masks.index_expr import Affine, TwoValued
@@ -60,14 +49,14 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     q, k, v, score_mod, block_mask, scale, _, score_inputs, mask_inputs = hop.args
     call = Call(
         node, "flex_attention", Emitter(hop, index), q, k, v, value_of(node),
-        scale=as_float(scale),
+        scale=graph.as_float(scale),
         enable_gqa=not statically_true(value_of(q).shape[1] == value_of(k).shape[1]),
     )  # fmt: skip
     others = [user for user in hop.users if user is not node]
-    call.dead = left_over({hop}, node)
-    if any(op_name(x) != "getitem" or not all(idle(y, x) for y in x.users) for x in others):
+    call.dead = graph.left_over({hop}, node)
+    if any(op_name(x) != "getitem" or not all(graph.idle(y, x) for y in x.users) for x in others):
         call.refused = reasons.LSE_USED()
-    elif not _is_identity(_subgraph(score_mod)):
+    elif _result(of_scores := _subgraph(score_mod)) is not next(iter(of_scores.nodes)):
         call.refused = reasons.SCORE_MOD()
     elif score_inputs or mask_inputs:
         call.refused = reasons.MOD_CAPTURES()
@@ -83,10 +72,6 @@ def _subgraph(attribute: Node) -> torch.fx.Graph:
 def _result(graph: torch.fx.Graph) -> Node:
     (output,) = (node for node in graph.nodes if node.op == "output")
     return output.args[0][0] if isinstance(output.args[0], (tuple, list)) else output.args[0]
-
-
-def _is_identity(score_mod: torch.fx.Graph) -> bool:
-    return _result(score_mod) is next(iter(score_mod.nodes))
 
 
 def _read_block_mask(call: Call, hop: Node, block_mask: tuple, index: GraphIndex) -> None:
@@ -127,7 +112,7 @@ def _is_data(node: Node) -> bool:
     """Whether a node may have another value in each call (an input, even a length, or a random
     number), or cannot be run here (a torch.func transform other than vmap)."""
     name = op_name(node)
-    transform = name.endswith(NESTING) and "vmap" not in name
+    transform = name.endswith(graph.NESTING) and "vmap" not in name
     random = any(word in name for word in RANDOM)
     return node.op in ("get_attr", "placeholder") or random or transform
 
@@ -164,9 +149,10 @@ def _needed(hop: Node, nodes, index: GraphIndex) -> tuple[Node, ...]:
             if node not in needed:
                 needed.add(node)
                 stack += node.all_input_nodes
-        stored = {key for node in needed if node.op != "placeholder" for key in storages(node)}
+        made = (node for node in needed if node.op != "placeholder")
+        stored = {key for node in made for key in graph.storages(node)}
         others = (node for node in writers if node not in needed)
-        stack = [node for node in others if stored.intersection(storages(node))]
+        stack = [node for node in others if stored.intersection(graph.storages(node))]
     return tuple(sorted(needed.union(node for node in index.nesting if node < hop)))
 
 

@@ -138,6 +138,32 @@ def only_inserts_dims(node: Node) -> bool:
     return all(i is None or i is Ellipsis or i == slice(None) for i in index)
 
 
+def order_of(node: Node) -> tuple[int, ...] | None:
+    """The order of its input's dimensions, where a call permutes them and does nothing else."""
+    name, value = op_name(node), value_of(node)
+    n = value.dim() if isinstance(value, torch.Tensor) else 0
+    if n < 2 or not isinstance(value_of(node.args[0] if node.args else None), torch.Tensor):
+        return None
+    order = list(range(n))
+    if name == "mT" or name == "getattr" and node.args[1] == "mT":
+        order[-2:] = order[:-3:-1]
+    elif name in ("transpose", "swapaxes", "swapdims"):
+        _, *swapped = arguments(node, "input", ("dim0", "axis0"), ("dim1", "axis1"))
+        if not all(isinstance(d, int) for d in swapped):
+            return None
+        i, j = swapped
+        order[i], order[j] = order[j], order[i]
+    elif name == "permute":
+        dims: Any = node.args[1:] or (node.kwargs.get("dims"),)
+        dims = dims[0] if isinstance(dims[0], (list, tuple)) else dims
+        if not all(isinstance(d, int) for d in dims):
+            return None
+        order = [d % n for d in dims]
+    else:
+        return None
+    return tuple(order)
+
+
 def is_known(node: Node) -> bool:
     """Whether it is known what a call does; of others `may_write` supposes that they write."""
     home = getattr(node.target, "__module__", None) or "torch"
@@ -256,7 +282,7 @@ class GraphIndex:
         self.autocasts = [node for node, name in names if name in AUTOCAST]
         self.nesting = [node for node, name in names if name.endswith(NESTING)]
         self.block_lists = {}  # what flex.py has evaluated
-        self.requested = {}  # what ours.py has written as SDPA, and what it asks for
+        self.requested = {}  # what sdpa.py has written as SDPA, and what it asks for
         self.unsettled = []  # Emitters whose calls may still be taken out
 
     @functools.cached_property

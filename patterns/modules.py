@@ -33,17 +33,9 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.visibility import CAUSAL, FULL
-from sage_inductor.patterns import reasons
+from sage_inductor.patterns import graph, reasons
 from sage_inductor.patterns.call import Call
-from sage_inductor.patterns.graph import (
-    Emitter,
-    GraphIndex,
-    by_schema,
-    idle,
-    left_over,
-    op_name,
-    value_of,
-)
+from sage_inductor.patterns.graph import Emitter, GraphIndex, by_schema, op_name, value_of
 from sage_inductor.patterns.reasons import Reason
 
 MHA = F.multi_head_attention_forward
@@ -97,7 +89,7 @@ def _multi_head_attention(mha: Node, node: Node, emit: Emitter) -> Call:
         attn_mask=attn_mask,
         dropout_p=args.dropout_p if args.training else 0.0,
         band=CAUSAL if is_causal else FULL,
-        dead=left_over({mha}, node),
+        dead=graph.left_over({mha}, node),
         finish=finish,
         refused=_used_otherwise(mha) or _other_dtype(node, q),
     )  # fmt: skip
@@ -302,7 +294,7 @@ def _unprojectable(node: Node, x: Node, num_heads, index: GraphIndex) -> Reason 
 
 def _used_otherwise(mha: Node) -> Reason | None:
     for user in mha.users:
-        if _is_item(user, 1) and not all(idle(reader, user) for reader in user.users):
+        if _is_item(user, 1) and not all(graph.idle(reader, user) for reader in user.users):
             return reasons.WEIGHTS_USED()
         if user.target is not operator.getitem:
             return reasons.OUT_AS_TUPLE(user.name)

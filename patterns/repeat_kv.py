@@ -8,16 +8,9 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops.symbols import equal
+from sage_inductor.patterns import graph
 from sage_inductor.patterns.call import Call
-from sage_inductor.patterns.graph import (
-    VIEWS,
-    GraphIndex,
-    arguments,
-    only_inserts_dims,
-    op_name,
-    statically_true,
-    value_of,
-)
+from sage_inductor.patterns.graph import GraphIndex, arguments, op_name, statically_true, value_of
 
 
 def kv_source(k: Node, index: GraphIndex) -> tuple[Node, int]:
@@ -34,8 +27,8 @@ def kv_source(k: Node, index: GraphIndex) -> tuple[Node, int]:
         taken = isinstance(G, int) and value_of(x).dim() == 4 and dim in (1, -3)
         return (x, G) if taken and not index.written_after(x, k) else (k, 1)
     # source [B, H, N, D] -> one [B, H, 1, N, D] -> x [B, H, G, N, D] -> k
-    one = arguments(x, "input")[0] if name in VIEWS and op_name(x) == "expand" else None
-    if not only_inserts_dims(one):
+    one = arguments(x, "input")[0] if name in graph.VIEWS and op_name(x) == "expand" else None
+    if not graph.only_inserts_dims(one):
         return k, 1
     source = arguments(one, "input")[0]
     shapes = [value_of(node).shape for node in (source, one, x, k)]

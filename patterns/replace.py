@@ -25,16 +25,10 @@ from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.symbols import equal
 from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
+from sage_inductor.patterns import graph
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
-from sage_inductor.patterns.graph import (
-    Emitter,
-    GraphIndex,
-    may_write,
-    op_name,
-    statically_true,
-    value_of,
-)
+from sage_inductor.patterns.graph import Emitter, GraphIndex, op_name, statically_true, value_of
 from sage_inductor.patterns.shared_kv import stack, stacks
 
 aten = torch.ops.aten
@@ -86,18 +80,18 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
         blocks = BlockLists(*lists, None, None, *asked.size, tail_block)
     if call.documents is not None:
         perm, attn_mask, blocks = _documents(call)
-    args = SdpaCall(
-        q, k, v, attn_mask, [], call.band.left, call.band.right, call.band.bottom_right,
+    args = [*SdpaCall(
+        q, k, v, attn_mask, [], *call.band,
         scale, NAMED[decision.recipe].encode(), decision.warpgroups, order != BHND, portable,
         *blocks, *perm,
-    )  # fmt: skip
-    given = next(i for i, x in enumerate(reversed(args)) if x is not None)
-    args = tuple(args)[: len(args) - given]
+    )]  # fmt: skip
+    while args[-1] is None:  # a default
+        args.pop()
     if is_copied:
         written = BHND if order == BHND else BNHD
         out = out.new_empty([out.shape[d] for d in written]).permute(written)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32)
-    new = emit.insert(torch.ops.sage.sdpa.default, args, (out, lse))
+    new = emit.insert(torch.ops.sage.sdpa.default, tuple(args), (out, lse))
     first = emit.insert(operator.getitem, (new, 0), out)
     if call.lse is not None:
         second = emit.insert(operator.getitem, (new, 1), lse)
@@ -194,7 +188,7 @@ def share(index: GraphIndex) -> None:
     to."""
     groups, writes = {}, 0
     for node in index.graph.nodes:
-        writes += may_write(node)
+        writes += graph.may_write(node)
         if node.target is torch.ops.sage.sdpa.default and not node.args[4]:
             emit = Emitter(node, index)
             call = SdpaCall(*node.args)

@@ -7,13 +7,27 @@
 Heads of k and v that the model repeats for q's are taken as they were before (repeat_kv.py). What
 SDPA broadcasts is expanded.
 
+Calls of ``sage_inductor.attention``, which Dynamo leaves as one call, are written as SDPA first,
+whatever becomes of them (`written`):
+
+    before:  both = attention(q, k, v, is_causal=True, recipe="sage1", return_lse=True)
+             out = both[0]
+             lse = both[1]
+    after:   out = scaled_dot_product_attention(q, k, v, is_causal=True)
+             lse = sage.lse(q, k, None, True, None)
+
+Where the call gets a recipe, replace.py takes ``sage.sdpa(...)[1]`` instead of the second.
+
 The walk is a loop, not a `PatternMatcherPass`: SDPA is one node here, its arguments come
 positionally and by keyword in any mixture, and a loop over nodes needs no private API.
 """
 
+import inspect
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from sage_inductor.ops.symbols import equal
 from sage_inductor.ops.visibility import CAUSAL, FULL
@@ -81,3 +95,49 @@ def _arguments(
 ) -> dict:
     """SDPA's own signature: gives a node's arguments their names."""
     return locals()
+
+
+# -- sage_inductor.attention ----
+
+# ``sage_inductor.attention``: that layer is above this one, and enters its own.
+ENTRIES: set = set()
+
+
+def written(graph: Graph) -> dict[Node, tuple]:
+    """Write every call of an entry as SDPA, in place. Returns for each: the recipe and the blocks
+    that are asked for, and the logsumexp, where it is."""
+    requested = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in ENTRIES:
+            given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+            given.apply_defaults()
+            asked = SimpleNamespace(**given.arguments)
+            out, lse = _write(node, asked)
+            node.graph.erase_node(node)
+            requested[out] = asked.recipe, asked.keep, lse
+    return requested
+
+
+def _write(node: Node, asked: SimpleNamespace) -> tuple[Node, Node | None]:
+    key = "val" if "val" in node.meta else "example_value"
+    values = value_of(node) if asked.return_lse else (value_of(node), None)
+    q, k, v, attn_mask = asked.q, asked.k, asked.v, asked.attn_mask
+
+    def insert(target, args, value) -> Node:
+        new = node.graph.call_function(target, args)
+        new.meta = {**node.meta, key: value}
+        return new
+
+    with node.graph.inserting_before(node):
+        sdpa = q, k, v, attn_mask, asked.dropout_p, asked.is_causal
+        out = insert(F.scaled_dot_product_attention, sdpa, values[0])
+        out.kwargs = {"scale": asked.scale, "enable_gqa": asked.enable_gqa}
+        if not asked.return_lse:
+            node.replace_all_uses_with(out)
+            return out, None
+        of_lse = q, k, attn_mask, asked.is_causal, asked.scale
+        lse = insert(torch.ops.sage.lse.default, of_lse, values[1])
+    for item in list(node.users):  # Dynamo takes a tuple apart, so each is a getitem
+        item.replace_all_uses_with((out, lse)[item.args[1]])
+        node.graph.erase_node(item)
+    return out, lse

@@ -21,16 +21,10 @@ from sage_inductor.ops.formats import MAX_ROWS
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.symbols import guarded
 from sage_inductor.ops.visibility import FULL
+from sage_inductor.patterns import graph
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.eligible import BNHD, stored
-from sage_inductor.patterns.graph import (
-    GraphIndex,
-    arguments,
-    op_name,
-    statically_true,
-    storage_of,
-    value_of,
-)
+from sage_inductor.patterns.graph import GraphIndex, arguments, op_name, statically_true, value_of
 
 aten = torch.ops.aten
 
@@ -69,7 +63,7 @@ def _is_one_batch(x: Node, index: GraphIndex) -> bool:
     writes to."""
     value = value_of(x)
     if statically_true(value.stride(0) == 0):
-        return storage_of(value) not in index.given_repeated
+        return graph.storage_of(value) not in index.given_repeated
     source, name, one = arguments(x, "input")[0], op_name(x), False
     if name in ("contiguous", "clone"):
         one = _is_one_batch(source, index)

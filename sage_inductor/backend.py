@@ -14,10 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from sage_inductor import (
-    lowering,  # noqa: F401  (registers how Inductor takes our ops)
-    patterns,
-)
+from sage_inductor import lowering, patterns  # noqa: F401  (how Inductor takes our ops)
 from sage_inductor.choose.decide import decide
 from sage_inductor.errors import SageOptionError
 from sage_inductor.inductor_pass import package_hash
@@ -30,14 +27,8 @@ from sage_inductor.patterns.graph import copied, graph_modules, value_of
 from sage_inductor.policy import stages_of
 from sage_inductor.session import Seen, session
 from sage_inductor.stages import by_stage
+from sage_inductor.study import report
 from sage_inductor.study.findings import Report
-from sage_inductor.study.report import (
-    ends_in_graph_break,
-    not_requested,
-    raise_if_refused,
-    record,
-    whole,
-)
 
 Function = TypeVar("Function", bound=Callable)
 METADATA = "aot_inductor.metadata"
@@ -68,19 +59,19 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     if isinstance(path := ours.get("policy"), str) and path:
         # torch.compile gives this dict for every graph: a relative path stays the file that it was.
         options[PREFIX + "policy"] = path
-    settings, graph_break = resolve({"mode": mode, **ours}), ends_in_graph_break(gm)
+    settings, graph_break = resolve({"mode": mode, **ours}), report.ends_in_graph_break(gm)
     final = not _has_symbolic_floats(gm)
     variants = _variants(gm, settings)
     sites = _sites_of_stages(variants)
-    refused = settings.strict and not_requested(sites)
+    refused = settings.strict and report.not_requested(sites)
     compiled = None
     if not (refused and final):  # else Inductor's minutes would be for nothing
         inductor = InductorWrapper(settings.mode, _keyed_on_sources(theirs), None)
         compiled = _compile(variants, lambda: inductor(gm, example_inputs))
     # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
-    record(sites, settings.policy, graph_break)
+    report.record(sites, settings.policy, graph_break)
     if settings.strict:
-        raise_if_refused(sites)
+        report.raise_if_refused(sites)
     return compiled
 
 
@@ -223,7 +214,7 @@ def explain(model, *, options: Options | dict | None = None) -> Callable[..., Re
         with op_by_op(see) as run_once, torch.no_grad() if infers else contextlib.nullcontext():
             run_once(model, args, kwargs)
             notes = [*NOTES.values(), *seen.left_to_eager()]
-        return whole(sites, settings.policy, seen.why_without(), notes)
+        return report.whole(sites, settings.policy, seen.why_without(), notes)
 
     return run
 

@@ -56,7 +56,9 @@ def rewrite(
     settings = resolve(ours, portable=True, stage=stages.current())
     gm = exported_program.graph_module
     for node in _nodes(gm):
-        _renew(node)
+        if node.target in PORTABLE_IF_ASKED:  # the recipe's string of today
+            given = by_schema(node, node.target)
+            node.update_arg(list(given).index("recipe"), renewed(given["recipe"]))
         node.meta.pop("sage", None)  # what an earlier rewrite has left, other options may take
     with _names_kept_up(exported_program):
         sites = _rewrite(gm, settings)
@@ -94,14 +96,6 @@ def _names_kept_up(program: torch.export.ExportedProgram) -> Iterator[None]:
 
 def _nodes(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
     return [node for module in graph_modules(gm) for node in module.graph.nodes]
-
-
-def _renew(node: torch.fx.Node) -> None:
-    """Give a sage op the recipe's string of today. Raises ValueError where one means something else
-    than when it was made."""
-    if node.target in PORTABLE_IF_ASKED:
-        given = by_schema(node, node.target)
-        node.update_arg(list(given).index("recipe"), renewed(given["recipe"]))
 
 
 def _check_travels(gm: torch.fx.GraphModule) -> None:

@@ -33,8 +33,8 @@ from sage_inductor.options import config, resolve, settings_in_force
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, Decision
 from sage_inductor.patterns.graph import as_float
-from sage_inductor.patterns.ours import ENTRIES
 from sage_inductor.patterns.reasons import Reason
+from sage_inductor.patterns.sdpa import ENTRIES
 from sage_inductor.policy import KeepOption, kept, stages_of
 from sage_inductor.session import session
 from sage_inductor.study.report import raise_if_refused, record
@@ -107,13 +107,17 @@ def attention(  # noqa: PLR0913  (SDPA's arguments and ours)
         _check(tensors, *options[:3], dropout_p, return_lse)
         # Dynamo asks for shapes, or the user does.
         if type(q) is compat.FakeTensor and compat.proxy_mode() is None or q.device.type == "meta":
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            lse = (q, k, attn_mask, is_causal, scale)
-            return (out, torch.ops.sage.lse(*lse)) if return_lse else out
+            return _by_sdpa(tensors, *options[:3], return_lse)
         run = _run_of(tensors, options, key)
     return run.compute(*tensors)
+
+
+def _by_sdpa(tensors, is_causal, scale, enable_gqa: bool, return_lse: bool):
+    """What `attention` returns, exactly."""
+    q, k, v, attn_mask = (*tensors, None)[:4]
+    given = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask, **given)
+    return (out, torch.ops.sage.lse(q, k, attn_mask, is_causal, scale)) if return_lse else out
 
 
 def sparse_linear_attention(
@@ -311,16 +315,14 @@ def _key(tensors: tuple, options: tuple, module: str = "") -> tuple | None:
             key += x.shape, x.stride(), x.dtype, x.device, x.layout, x.requires_grad
     except RuntimeError:  # a layout without strides
         return None
-    autocast = compat.is_any_autocast_enabled() and _autocast(tensors[0].device.type)
+    device, autocast = q.device.type, False
+    if compat.is_any_autocast_enabled():
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     transformed = compat.functorch.peek_interpreter_stack() is not None
     return (
         *key, *options, module, torch.is_grad_enabled(), autocast, transformed,
         *settings_in_force(), families.flash_attention(), stages.current(),
     )  # fmt: skip
-
-
-def _autocast(device: str) -> torch.dtype | bool:
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 
 def _kind(key: tuple, tensors: tuple) -> tuple:
@@ -410,25 +412,20 @@ def _why_not(x: Tensor) -> Reason | None:
 def _graph_of(values: list[Tensor], options: tuple, module: str) -> torch.fx.GraphModule:
     """The call alone, of fake tensors, as if `module` made it."""
     is_causal, scale, enable_gqa, recipe, return_lse, keep = options
-    graph = torch.fx.Graph()
-    q, k, v, attn_mask = (*values, None)[:4]
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-    lse = torch.ops.sage.lse(q, k, attn_mask, is_causal, scale) if return_lse else None
+    graph, value = torch.fx.Graph(), _by_sdpa(values, is_causal, scale, enable_gqa, return_lse)
     nodes = [graph.placeholder(name) for name, _ in zip("qkvm", values, strict=False)]
     q, k, v, attn_mask = (*nodes, None)[:4]
     call = graph.call_function(
         attention, (q, k, v, attn_mask, is_causal, scale, enable_gqa),
         {"recipe": recipe, "return_lse": return_lse, "keep": keep},
     )  # fmt: skip
-    for node, value in zip(nodes, values, strict=True):
-        node.meta["example_value"] = value
-    call.meta["example_value"] = (out, lse) if return_lse else out
+    for node, each in zip(nodes, values, strict=True):
+        node.meta["example_value"] = each
+    call.meta["example_value"] = value
     call.meta["nn_module_stack"] = {"": (module, None)}
     if return_lse:
         items = tuple(graph.call_function(operator.getitem, (call, i)) for i in range(2))
-        for node, value in zip(items, (out, lse), strict=True):
-            node.meta["example_value"] = value
+        for node, each in zip(items, value, strict=True):
+            node.meta["example_value"] = each
     graph.output(items if return_lse else call)
     return torch.fx.GraphModule({}, graph)

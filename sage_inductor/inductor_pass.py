@@ -56,12 +56,7 @@ class SagePass(CustomGraphPass):
 
 # Files and folders in this one's folder that no graph depends on: they report what became of calls,
 # or call the rest. All others are hashed. So a new file is, until somebody lists it here.
-DECIDES_NOTHING = (
-    "__main__.py",
-    "cli",
-    "integrations",
-    "study",
-)
+DECIDES_NOTHING = ("__main__.py", "cli", "integrations", "study")
 
 
 @functools.cache

@@ -459,26 +459,21 @@ def _is_fraction(x) -> bool:
     return is_integer(x, 0, 1) or isinstance(x, float) and 0 <= x <= 1
 
 
-def _is_pair(x, valid: Callable[..., bool]) -> bool:
-    return isinstance(x, (list, tuple)) and len(x) == 2 and valid(*x)
+def _are(x, valid: Callable[[Any], bool], count: int | None = None) -> bool:
+    """Whether it is a list of valid ones, of this length."""
+    return isinstance(x, (list, tuple)) and count in (None, len(x)) and all(map(valid, x))
 
 
 def _is_box(x) -> bool:
-    return isinstance(x, (list, tuple)) and len(x) == 3 and all(is_integer(n, 1) for n in x)
+    return _are(x, lambda n: is_integer(n, 1), 3)
 
 
-def _are_ranges(x) -> bool:
-    """Whether these are ranges, none of which is empty at every length."""
-
-    def valid(start, end) -> bool:
-        both = type(start) is int and (end is None or type(end) is int)
-        return both and (end is None or (start < 0) != (end < 0) or start < end)
-
-    return isinstance(x, (list, tuple)) and all(_is_pair(each, valid) for each in x)
-
-
-def _are_lengths(x) -> bool:
-    return isinstance(x, (list, tuple)) and all(is_integer(n, 0) for n in x)
+def _is_range(x) -> bool:
+    """Whether it is a range that is not empty at every length."""
+    if not _are(x, lambda n: n is None or type(n) is int, 2) or x[0] is None:
+        return False
+    start, end = x
+    return end is None or (start < 0) != (end < 0) or start < end
 
 
 # What must hold for a field of keep.
@@ -491,15 +486,16 @@ _KEEP = {
     ),
     "dense": (
         "a list of ranges [from, to] of tokens, none of them empty: numbers, below 0 from the end "
-        "on, and to may be null", _are_ranges,
+        "on, and to may be null", lambda x: _are(x, _is_range),
     ),
     "tau": ("a number", lambda x: type(x) in (int, float) and abs(x) < math.inf),
-    "segments": ("a list of numbers of tokens", _are_lengths),
+    "segments": (
+        "a list of numbers of tokens", lambda x: _are(x, lambda n: is_integer(n, 0))
+    ),
     "mode": ("exempt or compete", lambda x: x in ("exempt", "compete")),
     "scores": ("as_trained or fp32", lambda x: x in ("as_trained", "fp32")),
     "blocks": (
-        "[queries, keys], each 64 or 128",
-        lambda x: _is_pair(x, lambda *sizes: all(n in (64, 128) for n in sizes)),
+        "[queries, keys], each 64 or 128", lambda x: _are(x, lambda n: n in (64, 128), 2)
     ),
     "layout": ("[frames, rows, columns]", _is_box),
     "tail": ("true or false", lambda x: isinstance(x, bool)),

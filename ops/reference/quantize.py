@@ -14,24 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_inductor.ops.formats import (
-    E4M3_MAX,
-    FP4_BLOCK,
-    FP4_MAX,
-    HEADROOM,
-    K_BLOCK,
-    NO_SHIFT,
-    OF_HIDDEN,
-    OF_HIDDEN_FP4,
-    QK,
-    ROTATED,
-    SAMPLE,
-    TINY,
-    Format,
-    Prepared,
-    pad_head_dim,
-    pad_rows,
-)
+from sage_inductor.ops import formats
+from sage_inductor.ops.formats import NO_SHIFT, OF_HIDDEN, SAMPLE, TINY, Prepared, pad_rows
 from sage_inductor.ops.recipe import Recipe
 
 
@@ -67,10 +51,10 @@ def quantize_k(
     x = pad(less_mean(k, k_mean, recipe.rotated))
     n = torch.arange(x.shape[2], device=k.device)
     # per_thread: columns {2j, 2j+1} + 8*{0..7} of 64
-    group = n // K_BLOCK * groups + n % 8 // 2 % groups
+    group = n // formats.K_BLOCK * groups + n % 8 // 2 % groups
     if visible is not None:
         visible = F.pad(visible.bool(), (0, x.shape[2] - visible.shape[2]), value=True)
-    codes, k_scale = _to_codes(x, qk, group, x.shape[2] // K_BLOCK * groups, visible)
+    codes, k_scale = _to_codes(x, qk, group, x.shape[2] // formats.K_BLOCK * groups, visible)
     return pack(codes) if qk.packed == 2 else codes, k_scale.unflatten(2, (-1, groups))
 
 
@@ -82,7 +66,7 @@ def less_mean(k: Tensor, k_mean: Tensor, rotated: bool) -> Tensor:
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [B, H, N, D] in fp32 -> codes of INT8, and a scale of each row [B, H, N] in fp32."""
-    return _to_codes(x, QK["int8"], torch.arange(x.shape[2], device=x.device), x.shape[2])
+    return _to_codes(x, formats.QK["int8"], torch.arange(x.shape[2], device=x.device), x.shape[2])
 
 
 def pack(x: Tensor) -> Tensor:
@@ -109,7 +93,7 @@ def quantize_v(
     if saturate:
         x = _saturate(x, amax[:, :, None])
     x = x * divide(pv.largest, amax)[:, :, None]
-    x = F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3])).clamp(-pv.largest, pv.largest)
+    x = F.pad(x, (0, formats.pad_head_dim(x.shape[3]) - x.shape[3])).clamp(-pv.largest, pv.largest)
     return interleave(x.mT).to(pv.dtype), amax * (1 / pv.largest)
 
 
@@ -144,7 +128,7 @@ def estimate(
         mean = torch.where(kept > 0, mean * kept.clamp(max=1.0), 0.0)
     away = (x - mean[:, :, None]).abs()
     away = torch.where(keep & (away < math.inf), away, 0.0)
-    return mean, away.amax(2) * (HEADROOM if visible is None else OF_HIDDEN)
+    return mean, away.amax(2) * (formats.HEADROOM if visible is None else OF_HIDDEN)
 
 
 def quantize_v_checked(
@@ -200,16 +184,16 @@ def _of_documents(k, v, recipe: Recipe, perm: Tensor, spans: Tensor) -> Prepared
     """`quantize_kv` of one document after another. Places of no document are 0."""
     (_, H, _, D), D_v, P, S = k.shape, v.shape[3], perm.shape[0], spans.shape[0]
     of_k, of_v = (k.new_zeros((S, H, n), dtype=torch.float32) for n in (D, D_v))
-    codes = k.new_zeros((1, H, P, pad_head_dim(D)), dtype=recipe.of_qk.dtype)
-    scale = of_k.new_zeros((1, H, P // K_BLOCK, recipe.sharing.k_groups))
-    v_codes = v.new_zeros((1, H, pad_head_dim(D_v), P), dtype=recipe.of_pv.dtype)
+    codes = k.new_zeros((1, H, P, formats.pad_head_dim(D)), dtype=recipe.of_qk.dtype)
+    scale = of_k.new_zeros((1, H, P // formats.K_BLOCK, recipe.sharing.k_groups))
+    v_codes = v.new_zeros((1, H, formats.pad_head_dim(D_v), P), dtype=recipe.of_pv.dtype)
     found = Prepared(codes, scale, of_k, v_codes, of_v, of_v.clone())
     for s, (first, length, *_) in enumerate(spans.tolist()):
         if length:
-            tokens, end = perm[first : first + length], first + pad_rows(length)
+            tokens, end = perm[first : first + length], first + formats.pad_rows(length)
             one = quantize_kv(k[:, :, tokens], v[:, :, tokens], None, recipe)
             found.k[:, :, first:end], found.v[..., first:end] = one.k, one.v
-            found.k_scale[:, :, first // K_BLOCK : end // K_BLOCK] = one.k_scale
+            found.k_scale[:, :, first // formats.K_BLOCK : end // formats.K_BLOCK] = one.k_scale
             for all_of, x in zip((of_k, *found[4:6]), (one.k_mean, *one[4:6]), strict=True):
                 all_of[s] = x[0]
     return found
@@ -265,7 +249,7 @@ def rotate(x: Tensor) -> Tensor:
 
 def turn_back(x: Tensor) -> Tensor:
     """x R^T / n in fp32, the inverse of `rotate`, of codes [.., D_pad]."""
-    back = rotation(x.shape[-1], x.device).mT / min(x.shape[-1], ROTATED)
+    back = rotation(x.shape[-1], x.device).mT / min(x.shape[-1], formats.ROTATED)
     return (x.double() @ back).float()
 
 
@@ -275,7 +259,7 @@ def rotation(D_pad: int, device: torch.device) -> Tensor:
     bit = [c >> i & 1 for i in range(7)]
     odd = bit[0] * bit[1] + bit[2] * bit[5] + bit[3] * bit[4]
     odd = odd[:, None] + sum(b[:, None] * b for b in bit)
-    blocks = c // ROTATED
+    blocks = c // formats.ROTATED
     return torch.where(blocks[:, None] == blocks, 1.0 - 2.0 * (odd & 1), 0.0).double()
 
 
@@ -293,13 +277,13 @@ def power_of_two(amax: Tensor) -> tuple[Tensor, Tensor]:
 def phi(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [.., C] in fp32 -> codes of E2M1 [.., C], uint8, and of E4M3 scales [.., C / 16], uint8: of
     each 16. A block with a NaN or an Inf has the scale NaN."""
-    x = x.unflatten(-1, (-1, FP4_BLOCK))
+    x = x.unflatten(-1, (-1, formats.FP4_BLOCK))
     amax = x.abs().amax(-1)
-    scale = amax * (1 / FP4_MAX)
-    e4m3 = torch.where(scale < E4M3_MAX, scale, E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = amax * (1 / formats.FP4_MAX)
+    e4m3 = torch.where(scale < formats.E4M3_MAX, scale, formats.E4M3_MAX).to(torch.float8_e4m3fn)
     scale = e4m3.float()
     x = x * torch.where(scale > 0, divide(1.0, scale), 0.0)[..., None]
-    a = torch.where(x.abs() < FP4_MAX, x.abs(), FP4_MAX)
+    a = torch.where(x.abs() < formats.FP4_MAX, x.abs(), formats.FP4_MAX)
     above = (a >= 2).to(torch.uint8) + (a >= 4).to(torch.uint8)  # steps of 1/2, 1 and 2
     code = (a * torch.exp2(1.0 - above)).round().to(torch.uint8) + 2 * above
     code = code + 8 * x.signbit().to(torch.uint8)
@@ -311,7 +295,7 @@ def phi_inverse(code: Tensor, scale: Tensor) -> Tensor:
     c = code & 7
     exponent = (c >> 1).clamp(min=1)
     value = torch.where(c < 2, c, 2 + (c & 1)) * torch.exp2(exponent.float() - 2)
-    value = torch.where(code < 8, value, -value).unflatten(-1, (-1, FP4_BLOCK))
+    value = torch.where(code < 8, value, -value).unflatten(-1, (-1, formats.FP4_BLOCK))
     return (value * scale.view(torch.float8_e4m3fn).float()[..., None]).flatten(-2)
 
 
@@ -324,7 +308,7 @@ def quantize_nvfp4(
     mean and amax."""
     x = x.float() - mean[:, :, None]
     if saturate:
-        x = _saturate(x, amax[:, :, None] * (OF_HIDDEN_FP4 / OF_HIDDEN))
+        x = _saturate(x, amax[:, :, None] * (formats.OF_HIDDEN_FP4 / OF_HIDDEN))
     inverse, scale = power_of_two(amax if along_n else amax.amax(2))
     x = pad(x * (inverse[:, :, None] if along_n else inverse[:, :, None, None]))
     code, e4m3 = phi(x.mT.contiguous() if along_n else x)
@@ -332,7 +316,7 @@ def quantize_nvfp4(
 
 
 def _to_codes(
-    x: Tensor, qk: Format, group: Tensor, num_groups: int, visible: Tensor | None = None
+    x: Tensor, qk: formats.Format, group: Tensor, num_groups: int, visible: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """x [B, H, N, D], group [N], the group of each row -> codes (integers in int8), scale
     [B, H, num_groups]."""
@@ -374,4 +358,4 @@ def divide(x: float, y: Tensor) -> Tensor:
 
 def pad(x: Tensor, channels: bool = True, rows: bool = True) -> Tensor:
     rows = pad_rows(x.shape[2]) - x.shape[2] if rows else 0
-    return F.pad(x, (0, pad_head_dim(x.shape[3]) - x.shape[3] if channels else 0, 0, rows))
+    return F.pad(x, (0, formats.pad_head_dim(x.shape[3]) - x.shape[3] if channels else 0, 0, rows))

@@ -12,18 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
-from sage_inductor.ops.formats import (
-    E4M3_MAX,
-    K_BLOCK,
-    LOG2E,
-    NO_QUERY,
-    OF_HALF,
-    TINY,
-    TRAINING_BLOCK,
-    Prepared,
-    rotation_scale,
-)
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, OF_HALF, TINY, Prepared
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention, flatness
@@ -68,7 +59,7 @@ def attend(q: Tensor, v: Tensor, kept: Kept, scale: float) -> tuple[Tensor, Tens
         seen = torch.ones_like(near).tril()
         mask = torch.cat((seen & ~near, seen & near), 1)
         scales = torch.cat((_of_rows(kept.k_scale, kept.k), kept.k_own_scale), 2)
-        scales = scales.unflatten(2, (-1, K_BLOCK))
+        scales = scales.unflatten(2, (-1, formats.K_BLOCK))
         prepared = Prepared(torch.cat((kept.k, kept.k_own), 2), scales, None)
         visibility, n_kv = Visibility.of(mask, FULL, 2 * N_pad, 64), 2 * N_pad
         of_v = pad(v, channels=False).repeat(1, 1, 2, 1)
@@ -121,7 +112,7 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
     k_scale = _of_rows(kept.k_scale, kept.k)
     delta = (g * o).sum(3)
     flat = flatness(m)
-    m = pad_places(m * flat - math.log2(E4M3_MAX), NO_QUERY)
+    m = pad_places(m * flat - math.log2(E4M3_MAX), formats.NO_QUERY)
     if kept.is_causal:
 
         def so_far(x: Tensor) -> Tensor:
@@ -129,8 +120,8 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
             return x.cummax(2).values.repeat_interleave(group, 1)
 
         beta = least(of_head(u * so_far(v_norm) + u * o_norm))
-        largest_v = (v_norm * kept.k_own_scale).unflatten(2, (-1, TRAINING_BLOCK))
-        of_block = v_norm.unflatten(2, (-1, TRAINING_BLOCK)).amax(3) * kept.k_scale
+        largest_v = (v_norm * kept.k_own_scale).unflatten(2, (-1, formats.TRAINING_BLOCK))
+        of_block = v_norm.unflatten(2, (-1, formats.TRAINING_BLOCK)).amax(3) * kept.k_scale
         largest_v[..., -1] = of_block  # its last row sees all of a block
         of_row = u * so_far(largest_v.flatten(2)) + u * o_norm * so_far(kept.k_own_scale)
         of_row = least(of_row)
@@ -145,7 +136,8 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
         row_scale = wa * to_heads(beta * (OF_HALF * scale / E4M3_MAX) * (largest_k / to_fp8))
         kt = kt_own = _turned(turn_back(kept.k), k_scale * (to_fp8 / largest_k)[:, :, None], 1)
         of_dq = m, delta / to_heads(beta), kept.v_scale / beta[:, :, None]
-    of_x = kept.q_scale[:, :, :N_q] * (scale * rotation_scale(kept.q.shape[3]) * LOG2E) * flat
+    softmax_scale = scale * formats.rotation_scale(kept.q.shape[3]) * LOG2E
+    of_x = kept.q_scale[:, :, :N_q] * softmax_scale * flat
     vectors = torch.stack((pad_places(of_x), m, delta / to_heads(beta)))
     return Operands(
         g8,

@@ -249,12 +249,9 @@ select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, m
 
 
 @select_blocks.register_fake
-def _(
-    q, k, scale, top_k, top_p, similarity, dense_first, dense_last, block_q, block_kv, others="{}",
-    perm=None,
-):  # fmt: skip
+def _(q, k, *given):
+    (block_q, block_kv), N = given[6:8], q.shape[2]
     fix_head_dims(q, k)
-    N = q.shape[2]
     rows = *q.shape[:2], (N + block_q - 1) // block_q
     counts = q.new_empty(rows, dtype=torch.int32)
     return counts, q.new_empty((*rows, (N + block_kv - 1) // block_kv), dtype=torch.int32)

@@ -132,11 +132,9 @@ def _(q, k, v, is_causal, scale, out_bnhd):
 
 
 @rowscaled_backward.register_fake
-def _(
-    grad, out, stats, q, q_scale, k, k_scale, k_own, k_own_scale, v, v_scale, v_mean, n_kv, scale,
-    out_bnhd,
-):  # fmt: skip
-    return _empty_gradients(out, k, n_kv, out_bnhd)
+def _(grad, out, *given):
+    *kept, n_kv, _, out_bnhd = given
+    return _empty_gradients(out, Kept(*kept).k, n_kv, out_bnhd)
 
 
 def _keep(q, k, v, is_causal, scale, out_bnhd):

@@ -27,13 +27,8 @@ from sage_inductor.ops.launch import run
 from sage_inductor.ops.quantize.smooth import launch_smooth
 from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference import training as reference
+from sage_inductor.ops.training import kernels
 from sage_inductor.ops.training.gradients import check_trained, register_gradient
-from sage_inductor.ops.training.kernels import (
-    empty_codes,
-    launch_backward,
-    launch_forward,
-    launch_quantize,
-)
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -66,10 +61,11 @@ def sagebwd(
 def _launch(run: Callable, gpu, q, k, v, is_causal: bool, scale: float, out_bnhd: bool) -> Saved:
     out, lse = empty_outputs(q, v.shape[3], out_bnhd)
     k_mean = launch_smooth([k], None, 1, run)[0]
-    of_q, of_k = launch_quantize(q, run=run)[:2], launch_quantize(k, k_mean, run=run)[:2]
-    of_v = launch_quantize(v, turned=True, run=run)[:2]
+    of_q = kernels.launch_quantize(q, run=run)[:2]
+    of_k = kernels.launch_quantize(k, k_mean, run=run)[:2]
+    of_v = kernels.launch_quantize(v, turned=True, run=run)[:2]
     of_qkv = *of_q, *of_k, *of_v
-    launch_forward(*of_qkv, k.shape[2], scale, is_causal, out, lse, run, gpu)
+    kernels.launch_forward(*of_qkv, k.shape[2], scale, is_causal, out, lse, run, gpu)
     return out, lse, *of_q, *of_k
 
 
@@ -92,9 +88,9 @@ def _launch_backward(run: Callable, gpu, grad: Tensor, v: Tensor, out: Tensor, *
     lse, *of_qk, is_causal, scale, out_bnhd = given
     gradients = _empty_gradients(grad, v, out_bnhd)
     v, grad = _in_16_bits(v, grad)
-    *of_grad, delta = launch_quantize(grad, out=out, turned=True, run=run)
+    *of_grad, delta = kernels.launch_quantize(grad, out=out, turned=True, run=run)
     of = *of_qk, v, grad, *of_grad, lse, delta
-    launch_backward(*of, scale, is_causal, *gradients, run, gpu)
+    kernels.launch_backward(*of, scale, is_causal, *gradients, run, gpu)
     return gradients
 
 
@@ -110,7 +106,7 @@ def _empty_gradients(grad: Tensor, v: Tensor, out_bnhd: bool) -> tuple[Tensor, T
 @sagebwd.register_fake
 def _(q, k, v, is_causal, scale, out_bnhd):
     check_trained("sagebwd", q, k, v, scale)
-    of_qk = *empty_codes(q, TRAINING_BLOCK), *empty_codes(k, TRAINING_BLOCK)
+    of_qk = *kernels.empty_codes(q, TRAINING_BLOCK), *kernels.empty_codes(k, TRAINING_BLOCK)
     return *empty_outputs(q, v.shape[3], out_bnhd), *of_qk
 
 

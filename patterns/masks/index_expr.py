@@ -13,7 +13,7 @@ broadcasting changes nothing. Three kinds of description:
     arange(N) <= arange(N)[:, None]    TwoValued((x_-2 - x_-1,), (), True, False)
     zeros(N, N).masked_fill(~that, c)  TwoValued((x_-2 - x_-1,), (), 0.0, c)
 
-index_analysis.py finds the description of a node, by the rules of index_rules.py.
+index_analysis.py finds the description of a node.
 """
 
 import dataclasses

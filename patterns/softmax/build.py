@@ -26,40 +26,17 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops.symbols import as_int, equal
-from sage_inductor.patterns import reasons
+from sage_inductor.patterns import graph, reasons
 from sage_inductor.patterns.call import Call
-from sage_inductor.patterns.graph import (
-    AUTOCAST,
-    VIEWS,
-    Emitter,
-    GraphIndex,
-    arguments,
-    dims,
-    idle,
-    is_known,
-    left_over,
-    may_write,
-    op_name,
-    shown,
-    statically_true,
-    value_of,
-)
+from sage_inductor.patterns.graph import Emitter, GraphIndex, arguments, op_name, value_of
 from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.repeat_kv import broadcast_heads, kv_source
-from sage_inductor.patterns.softmax.read import (
-    CASTS,
-    Product,
-    Step,
-    order_of,
-    product_of,
-    read,
-    unread,
-)
+from sage_inductor.patterns.softmax.read import CASTS, Product, Step, product_of, read, unread
 
 aten = torch.ops.aten
 AND, OR = aten.logical_and.default, aten.logical_or.default
 
-MODES = (*AUTOCAST, "_set_grad_enabled")
+MODES = (*graph.AUTOCAST, "_set_grad_enabled")
 ABSORBS = -1e30  # what is added to a hidden score: swallows it, and is finite after * log2(e)
 
 
@@ -109,7 +86,7 @@ class _Attention:
             shape = value_of(step.node).shape
             if step.order:
                 before = "".join(before[d] for d in step.order) if before else ""
-            elif i and op_name(step.node) in (*VIEWS, "getitem") and not step.drops:
+            elif i and op_name(step.node) in (*graph.VIEWS, "getitem") and not step.drops:
                 if before is None or not equal(shape, value_of(steps[i - 1].node).shape):
                     base = base or before
                     before = None if before in (None, base) else ""
@@ -158,7 +135,7 @@ class _Attention:
         for node in sorted(self.chain):
             what = "weights" if node >= self.softmax else "scores"
             for user in node.users:
-                if user not in self.chain | {self.node} and not idle(user, node, self.chain):
+                if user not in self.chain | {self.node} and not graph.idle(user, node, self.chain):
                     yield reasons.ALSO_USED(what, node.name, user.name)
         conditions = [step.fill[0] for step in self.above if step.fill]
         added = [x for step in self.above for x in (step.bias, step.sink)]
@@ -190,7 +167,7 @@ class _Attention:
         self.query = row if self.key == col else col
         sizes = value_of(self.weights).shape
         if of_weights is None and not equal(sizes[-2:], self.sizes[-2:]):
-            yield reasons.RESHAPED(shown(value_of(self.weights)))
+            yield reasons.RESHAPED(graph.shown(value_of(self.weights)))
             return
         summed = self._summed()
         if self.key not in (row, col) or summed != self.query + self.key:
@@ -207,15 +184,15 @@ class _Attention:
             if not (self.base == order and isinstance(self.heads[1], int)):
                 yield reasons.SPLIT(self.heads)
         if of_weights is None and self.base != order:
-            yield reasons.RESHAPED_TRANSPOSED(shown(value_of(self.weights)))
+            yield reasons.RESHAPED_TRANSPOSED(graph.shown(value_of(self.weights)))
         if of_weights is None and len(sizes) == 4:
             if not (self.heads and equal(sizes[1:2], self.heads[1:])):
-                got = dims(value_of(self.weights))[:2]
+                got = graph.dims(value_of(self.weights))[:2]
                 yield reasons.SPLIT_TWICE(self.heads, got)
         for product in (self.scores, self.output):
             if not self._sizes_agree(product):
-                shapes = [shown(value_of(x)) for x in (self.scores.a, self.scores.b, self.output.b)]
-                yield reasons.BROADCASTS(*shapes)
+                operands = self.scores.a, self.scores.b, self.output.b
+                yield reasons.BROADCASTS(*(graph.shown(value_of(x)) for x in operands))
         for step in self.above:
             added = step.bias or step.sink or step.fill and step.fill[0]
             letters = self.letters[step.node]
@@ -252,8 +229,8 @@ class _Attention:
         its inputs."""
         node = self.above[0].node
         while (node := node.next) is not self.node:
-            if may_write(node) and node not in self.chain and op_name(node) != "detach_":
-                if is_known(node):
+            if graph.may_write(node) and node not in self.chain and op_name(node) != "detach_":
+                if graph.is_known(node):
                     yield reasons.WRITES(node.name)
                 yield reasons.MAY_WRITE(node.name)
             if op_name(node) in MODES:
@@ -329,7 +306,7 @@ class _Attention:
             return out
 
         call.finish = finish
-        call.dead = left_over(self.chain, self.node)
+        call.dead = graph.left_over(self.chain, self.node)
         return call
 
     def _arranged(self, emit: Emitter, x: Node, letters: str, order: str) -> Node:
@@ -467,7 +444,7 @@ def _groups(given: list, wanted: list) -> list[tuple[list[int], list[int]]] | No
     while lefts and rights:
         these, those = [lefts.pop(0)], [rights.pop(0)]
         n, m = given[these[0]], wanted[those[0]]
-        while not (isinstance(m, int) and m == -1 or statically_true(n == m)):
+        while not (isinstance(m, int) and m == -1 or graph.statically_true(n == m)):
             if not (isinstance(n, int) and isinstance(m, int)):
                 return None
             if n < m and lefts:
@@ -509,7 +486,7 @@ def _is_of(x: Node, dtype: torch.dtype) -> bool:
     """Whether x is of this dtype, or was cast from it to a wider one."""
     if value_of(x).dtype == dtype:
         return True
-    while order_of(x) is not None:
+    while graph.order_of(x) is not None:
         x = arguments(x, "input")[0]
     source = arguments(x, "input")[0] if op_name(x) in CASTS else None
     is_wider = torch.promote_types(dtype, value_of(x).dtype) == value_of(x).dtype
@@ -518,6 +495,6 @@ def _is_of(x: Node, dtype: torch.dtype) -> bool:
 
 def _untransposed(x: Node) -> Node | None:
     """y where x is y with its last two dimensions swapped."""
-    order = order_of(x)
+    order = graph.order_of(x)
     swapped = order is not None and order[-2:] == (len(order) - 1, len(order) - 2)
     return x.args[0] if swapped and order[:-2] == tuple(range(len(order) - 2)) else None

@@ -19,18 +19,8 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import equal, specialised
-from sage_inductor.patterns import reasons
-from sage_inductor.patterns.graph import (
-    VIEWS,
-    arguments,
-    as_float,
-    broadcast,
-    may_write,
-    only_inserts_dims,
-    op_name,
-    storage_of,
-    value_of,
-)
+from sage_inductor.patterns import graph, reasons
+from sage_inductor.patterns.graph import arguments, op_name, order_of, value_of
 from sage_inductor.patterns.reasons import Reason
 
 SOFTMAX = ("softmax", "_softmax", "special_softmax")
@@ -133,9 +123,10 @@ def unread(node: Node) -> tuple[Product, list[str]] | None:
     if not below:
         return None
     (*between, first), (_, *after, last) = above, below
-    names = [op_name(each) for each in (*reversed(between), *after) if not _is_read(each)]
+    path = (*reversed(between), *after)
+    names = [op_name(x) for x in path if all(step.refused for _, step in _readings(x))]
     names += [op_name(node)] if op_name(node) not in SOFTMAX else []
-    writers = (user for each in (first, *between) for user in each.users if may_write(user))
+    writers = (user for each in (first, *between) for user in each.users if graph.may_write(user))
     names += [op_name(user) for user in writers if user < node]
     return product_of(first), names or [op_name(last)]
 
@@ -152,17 +143,13 @@ def _softmax_of(node: Node) -> tuple[Node, int] | None:
         x, other = arguments(x, "input", "other")
     elif name != "div" or _name(x) != "exp":  # exp(x) / exp(x).sum()
         return None
-    while _name(other) in ("add", "clamp", "clamp_min", "clip", *SAME, *VIEWS):
+    while _name(other) in ("add", "clamp", "clamp_min", "clip", *SAME, *graph.VIEWS):
         other = arguments(other, "input")[0]
     if _name(other) not in ("sum", "logsumexp") or arguments(other, "input")[0] is not x:
         return None
     dim = arguments(other, "input", "dim")[1]
     (dim,) = dim if isinstance(dim, (list, tuple)) and len(dim) == 1 else (dim,)
     return (x, dim) if isinstance(dim, int) else None
-
-
-def _is_read(node: Node) -> bool:
-    return any(step.refused is None for _, step in _readings(node))
 
 
 def _reach(start: Node, dims: dict, dim: int, upwards: bool) -> list[Node] | None:
@@ -216,7 +203,7 @@ def _origins(node: Node, x: Node) -> dict[int, int]:
         and ("linear" in name or "conv" in name)
     ):
         return {}
-    if len(sizes) == len(given) and name not in VIEWS:
+    if len(sizes) == len(given) and name not in graph.VIEWS:
         mixed = {"linear": len(given) - 1, "conv": 1}
         lost = {d for word, d in mixed.items() if word in name}
         alike = (d for d in range(len(sizes)) if equal(sizes[d : d + 1], given[d : d + 1])
@@ -239,7 +226,7 @@ def _climb(x: Node, before: Node, seen: set[Node]) -> list[Step] | None:
     if not isinstance(x, Node):
         return None
     # Dynamo lets `s.masked_fill_(m, v)` stand beside s, which is what the next call names.
-    writes = [user for user in x.users if may_write(user) and user.args[:1] == (x,)]
+    writes = [user for user in x.users if graph.may_write(user) and user.args[:1] == (x,)]
     node = max((user for user in writes if user < before), default=x)
     if node in seen or len(seen) == MOST_STEPS:
         return None
@@ -299,22 +286,22 @@ def _readings(node: Node) -> Iterator[tuple[Node, Step]]:
     operands = _reading_of(name, node) if isinstance(value_of(node), torch.Tensor) else ()
     for x, step in operands:
         if isinstance(value_of(x), torch.Tensor):
-            if name in (*VIEWS, *RESHAPING) or step.order or _same_shape(x, node):
+            if name in (*graph.VIEWS, *RESHAPING) or step.order or _same_shape(x, node):
                 yield x, step
 
 
 def _reading_of(name: str, node: Node) -> Iterator[tuple[Node, Step]]:  # noqa: C901  (a table)
     x, other = arguments(node, "input", "other")
-    if name == "getitem" and broadcast(node):
-        yield broadcast(node), Step(node, aside=(x,))
+    if name == "getitem" and graph.broadcast(node):
+        yield graph.broadcast(node), Step(node, aside=(x,))
     elif name in TRANSPOSING and (order := order_of(node)):
         yield x, Step(node, order=order)
-    elif name == "getitem" and only_inserts_dims(node):
+    elif name == "getitem" and graph.only_inserts_dims(node):
         yield x, Step(node)
-    elif name in SAME or name in VIEWS:
+    elif name in SAME or name in graph.VIEWS:
         value = value_of(node)
         moved = not value.is_floating_point() or value.device != value_of(x).device
-        moved |= name in VIEWS and value.dtype != value_of(x).dtype  # the bits, read anew
+        moved |= name in graph.VIEWS and value.dtype != value_of(x).dtype  # the bits, read anew
         yield x, Step(node, refused=reasons.MOVED(name) if moved else None)
     elif name == "dropout":
         _, p, training = arguments(node, "input", "p", ("training", "train"), p=0.5, training=True)
@@ -386,32 +373,6 @@ def _biases(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
                 yield scores, Step(node, refused=reasons.MASK_ALPHA(alpha))
             else:
                 yield scores, Step(node, bias=bias, factor=alpha if name == "add" else -alpha)
-
-
-def order_of(node: Node) -> tuple[int, ...] | None:
-    """The order of its input's dimensions, where a call permutes them and does nothing else."""
-    name, value = op_name(node), value_of(node)
-    n = value.dim() if isinstance(value, torch.Tensor) else 0
-    if n < 2 or not isinstance(value_of(node.args[0] if node.args else None), torch.Tensor):
-        return None
-    order = list(range(n))
-    if name == "mT" or name == "getattr" and node.args[1] == "mT":
-        order[-2:] = order[:-3:-1]
-    elif name in ("transpose", "swapaxes", "swapdims"):
-        _, *swapped = arguments(node, "input", ("dim0", "axis0"), ("dim1", "axis1"))
-        if not all(isinstance(d, int) for d in swapped):
-            return None
-        i, j = swapped
-        order[i], order[j] = order[j], order[i]
-    elif name == "permute":
-        dims = node.args[1:] or (node.kwargs.get("dims"),)
-        dims = dims[0] if isinstance(dims[0], (list, tuple)) else dims
-        if not all(isinstance(d, int) for d in dims):
-            return None
-        order = [d % n for d in dims]
-    else:
-        return None
-    return tuple(order)
 
 
 def _scalings(name: str, node: Node, x, other) -> Iterator[tuple[Node, Step]]:
@@ -568,7 +529,7 @@ def _is_trained(x: Node) -> bool:
 def _number(x) -> float | None:
     """The number that `x` is, or that fills a tensor made in the graph. A dynamic number is that
     which is compiled for."""
-    value = as_float(x) if isinstance(x, Node) else x
+    value = graph.as_float(x) if isinstance(x, Node) else x
     if isinstance(value_of(value), torch.SymInt):
         value = specialised(value_of(value)) if value_of(value).node.has_hint() else None
     if isinstance(value, (int, float)):
@@ -596,11 +557,9 @@ def _number(x) -> float | None:
 MADE_OF_DATA = ("tensor", "scalar_tensor", "as_tensor", "Tensor", "FloatTensor")
 OF_NUMPY = "wrapped_"  # Dynamo's name for NumPy's sqrt is wrapped_sqrt
 NUMPY_CASTS = ("float16", "float32", "float64", "asarray", "array", "astype")
-OF_NUMBERS = {
-    **{f.__name__: f for f in (torch.sqrt, torch.rsqrt, torch.pow, torch.reciprocal, torch.square,
-                               torch.neg, torch.mul, torch.div, torch.add, torch.sub, torch.exp,
-                               torch.log)},
-}  # fmt: skip
+OF_NUMBERS = {x: getattr(torch, x) for x in (
+    "sqrt", "rsqrt", "pow", "reciprocal", "square", "neg", "mul", "div", "add", "sub", "exp", "log",
+)}  # fmt: skip
 
 
 def _only(data):
@@ -632,12 +591,13 @@ def _calculated(name: str, x: Node) -> float | None:
 
 def _is_written(x: Node) -> bool:
     """To it, or to a view of it."""
-    memory = storage_of(value_of(x))
+    memory = graph.storage_of(value_of(x))
     for user in x.users:
-        if may_write(user) and op_name(user) != "detach_":
+        if graph.may_write(user) and op_name(user) != "detach_":
             return True
         value = value_of(user)
-        if isinstance(value, torch.Tensor) and storage_of(value) == memory and _is_written(user):
+        is_view = isinstance(value, torch.Tensor) and graph.storage_of(value) == memory
+        if is_view and _is_written(user):
             return True
     return False
 

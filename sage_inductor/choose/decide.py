@@ -103,7 +103,9 @@ def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decisi
     unrepeats, reason = _gains_unrepeated(call, shape), found.reason
     if unrepeats:
         reason = reasons.UNREPEATED(shape.k[1], shape.q[1], reason)
-    slow = eligible.decoded(call.k) or (None if unrepeats else _copied(call, shape))
+    slow = eligible.decoded(call.k)
+    if not (slow or unrepeats) and call.repeated > 1 and statically_true(shape.q[2] <= 16):
+        slow = reasons.REPEATED(shape.k[1], shape.q[1], shape.q[2])  # as by a static cache
     if slow and isinstance(reason, Reason):
         # The first is what to change first, such as the device.
         last = reason.cause in (reasons.TOO_SHORT, reasons.UNREPEATED)
@@ -161,13 +163,6 @@ def _gains_unrepeated(call: Call, shape: CallShape) -> bool:
     )
 
 
-def _copied(call: Call, shape: CallShape) -> Reason | None:
-    """The reason that few queries are slow whose k and v are repeated for them, as by a static
-    cache."""
-    few = call.repeated > 1 and statically_true(shape.q[2] <= 16)
-    return reasons.REPEATED(shape.k[1], shape.q[1], shape.q[2]) if few else None
-
-
 def _request(
     call: Call, shape: CallShape, settings: Settings
 ) -> tuple[str, str, Selection | None, str]:
@@ -213,7 +208,9 @@ def _trained(call: Call, shape: CallShape, settings: Settings, training: str) ->
     is_auto = training == AUTO
     by = FP8_BACKWARD if is_auto else training
     reason = eligible.why_not_trained(call, by, shape.capability)
-    if reason or is_auto and (reason := eligible.why_not_by_itself(call)):
+    if reason is None and is_auto and eligible.is_causal(call) and eligible.is_biased(call.k):
+        reason = reasons.BIASED_K()  # left to the user
+    if reason:
         return Decision(None, reason)
     if not is_auto:
         return Decision(None, "asked for, forward and backward", trained_by=by)
@@ -342,7 +339,8 @@ def predicted(shape: CallShape, recipe: str, stacked: bool) -> Prediction | None
     gpu, family = tables.whose_times(shape.device), Family(shape.q[3], shape.v[3], shape.kind)
     band = shape.band.from_the_top(*shape.lengths)
     sizes = Sizes(*shape.q[:2], shape.k[1], *shape.lengths, *band)
-    return tables.predict(gpu, family, recipe, sizes, stacked)
+    table = tables.with_times(gpu, family, recipe)
+    return table and table.predict(family, recipe, sizes, stacked)
 
 
 def _predicted(

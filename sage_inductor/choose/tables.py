@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock  # torch itself asks for it
 
-from sage_inductor.choose.cost import Prediction, Sizes
+from sage_inductor.choose.cost import Sizes
 from sage_inductor.choose.families import TORCHS_FLASH, Family, Table, flash_attention, versions
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.gpus import Gpu
@@ -77,14 +77,6 @@ def in_force() -> tuple:
     gpus = dict.fromkeys(torch.cuda.get_device_name(i) for i in range(count))
     found = (table for gpu in gpus for table in known(gpu) if table is not built_in().get(gpu))
     return flash_attention(), *(repr(table.families) for table in found)
-
-
-def predict(
-    gpu: str, family: Family, recipe: str, sizes: Sizes, stacked: bool = False
-) -> Prediction | None:
-    """As Table.predict; None where no family that stands for this one was measured with it."""
-    table = with_times(gpu, family, recipe)
-    return table and table.predict(family, recipe, sizes, stacked)
 
 
 def with_times(gpu: str, family: Family, recipe: str) -> Table | None:

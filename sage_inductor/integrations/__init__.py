@@ -1,6 +1,9 @@
 """Our attention, under a name of another library's: ``sage_inductor.register("diffusers")``."""
 
+import importlib
 from typing import Literal
+
+LIBRARIES = "comfyui", "diffusers", "transformers"  # a module each, with a `register`
 
 
 def register(library: Literal["comfyui", "diffusers", "transformers"]) -> None:
@@ -25,14 +28,8 @@ def register(library: Literal["comfyui", "diffusers", "transformers"]) -> None:
     Raises ValueError for another library, and ImportError where it is not installed or is of a
     version that registers attention in another way.
     """
-    if library == "diffusers":
-        from sage_inductor.integrations.diffusers import register_backend as register_with
-    elif library == "transformers":
-        from sage_inductor.integrations.transformers import register_implementation as register_with
-    elif library == "comfyui":
-        from sage_inductor.integrations.comfyui import register_function as register_with
-    else:
+    if library not in LIBRARIES:
         raise ValueError(
             f'register: must be "comfyui", "diffusers" or "transformers", got {library!r}'
         )
-    register_with()
+    importlib.import_module(f"{__name__}.{library}").register()

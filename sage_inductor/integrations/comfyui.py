@@ -31,12 +31,12 @@ NAME = "sage_inductor"
 _log = logging.getLogger("sage_inductor")
 
 
-def register_function() -> None:
+def register() -> None:
     """Add the function. Raises ImportError as `sage_inductor.register` says."""
     try:
         from comfy.ldm.modules import attention as comfy
 
-        registered, register = comfy.get_attention_function, comfy.register_attention_function
+        registered, add = comfy.get_attention_function, comfy.register_attention_function
         comfy.attention_pytorch  # noqa: B018  (for when it is called)
         ours = comfy.wrap_attn(sage_attention)
     except (ImportError, AttributeError) as error:
@@ -48,7 +48,7 @@ def register_function() -> None:
         ) from error
     there = registered(NAME, None)
     if there is None:
-        register(NAME, ours)
+        add(NAME, ours)
     elif getattr(there, "__wrapped__", None) is not sage_attention:
         _log.warning("ComfyUI has another attention function %r, and keeps it", NAME)
 

@@ -27,7 +27,7 @@ NAME = "sage_inductor"
 
 
 @functools.cache
-def register_backend() -> None:
+def register() -> None:
     """Add the backend. Raises ImportError as `sage_inductor.register` says."""
     import diffusers  # without it: ModuleNotFoundError: No module named 'diffusers'
 

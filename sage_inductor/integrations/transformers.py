@@ -28,19 +28,17 @@ SDPAS = ("position_bias", "cache", "output_attentions")  # arguments that "sdpa"
 REFUSED = ("softcap", "s_aux", "sinks", "block_indices")  # and those that SDPA cannot compute
 
 
-def register_implementation() -> None:
+def register() -> None:
     """Add the implementation. Raises ImportError as `sage_inductor.register` says."""
     import transformers  # without it: ModuleNotFoundError: No module named 'transformers'
 
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.integrations.sdpa_attention import (  # noqa: F401  (for when it is called)
-            repeat_kv,
-            sdpa_attention_forward,
-            use_gqa_in_sdpa,
-        )
+        from transformers.integrations import sdpa_attention as theirs
         from transformers.masking_utils import sdpa_mask
 
+        # For when it is called.
+        theirs.repeat_kv, theirs.sdpa_attention_forward, theirs.use_gqa_in_sdpa  # noqa: B018
         for name in (*NAMES, *PACKED):
             forward = packed_attention_forward if name in PACKED else sage_attention_forward
             AttentionInterface.register(name, forward)
@@ -61,18 +59,14 @@ def sage_attention_forward(
     """query [B, H_q, N_q, D], key and value [B, H_kv, N_kv, D] and [.., D_v] -> out
     [B, N_q, H_q, D_v]. Heads of k and v are repeated where transformers repeats them for SDPA,
     whose masked kernels take no fewer than q's."""
-    from transformers.integrations.sdpa_attention import (
-        repeat_kv,
-        sdpa_attention_forward,
-        use_gqa_in_sdpa,
-    )
+    from transformers.integrations import sdpa_attention as theirs
 
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
     if refused := given.intersection(REFUSED):
         raise ValueError(f'attention "sage" does not support {", ".join(refused)}: use "eager"')
     one_query = not torch.compiler.is_compiling() and query.shape[2] == 1
     if dropout or one_query or given.intersection(SDPAS):
-        return sdpa_attention_forward(
+        return theirs.sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
             is_causal=is_causal, **kwargs,
         )  # fmt: skip
@@ -82,12 +76,11 @@ def sage_attention_forward(
     is_causal = N_q > 1 and attention_mask is None and is_causal
     if is_causal and key.shape[2] > N_q:  # a prefill into an empty static cache: the rest is unset
         key, value = key[:, :, :N_q], value[:, :, :N_q]
-    groups = getattr(module, "num_key_value_groups", 1)
-    grouped = False
-    if groups > 1 and use_gqa_in_sdpa(attention_mask, key, value):
+    groups, grouped = getattr(module, "num_key_value_groups", 1), False
+    if groups > 1 and theirs.use_gqa_in_sdpa(attention_mask, key, value):
         grouped = True  # of dynamic head_dims the answer is a SymBool, which SDPA does not take
-    if groups > 1 and not grouped:
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    elif groups > 1:
+        key, value = theirs.repeat_kv(key, groups), theirs.repeat_kv(value, groups)
     out = attention(
         query, key, value, attention_mask, is_causal=is_causal, scale=scaling, enable_gqa=grouped
     )

@@ -21,14 +21,8 @@ from sage_inductor.patterns.reasons import Cause
 from sage_inductor.policy import Ruling, stages_of, unmatched
 from sage_inductor.session import session
 from sage_inductor.stages import unnamed
-from sage_inductor.study.findings import (
-    Report,
-    device_name,
-    grouped,
-    number_of,
-    of_any_layer,
-    path_of,
-)
+from sage_inductor.study import findings
+from sage_inductor.study.findings import Report, number_of, of_any_layer, path_of
 
 log = logging.getLogger("sage_inductor")
 
@@ -111,7 +105,7 @@ def _warn_if_all_stay() -> None:
         some = "" if len(sites) == len(found) else f" ({number_of(len(sites), 'call')})"
         log.warning(
             "sage_inductor: 0 of %d attention calls use sage on %s: %s%s; %s", len(found),
-            device_name(sites[0]), sites[0].why.short, some, cause.remedy,
+            findings.device_name(sites[0]), sites[0].why.short, some, cause.remedy,
         )  # fmt: skip
 
 
@@ -134,7 +128,7 @@ def whole(
 
 def raise_if_refused(sites: list[Site]) -> None:
     if refused := not_requested(sites):
-        groups = grouped(refused, path_of, lambda site: [of_any_layer(site.reason)])
+        groups = findings.grouped(refused, path_of, lambda site: [of_any_layer(site.reason)])
         lines = (f"{x}{f' x{len(of)}' * (len(of) > 1)}: {of[0].reason}" for x, of in groups)
         were = "stays as it was" if len(refused) == 1 else "stay as they were"
         total = number_of(len(refused), "attention call")

@@ -169,9 +169,11 @@ def test_a_mask_on_another_device_is_refused(device, monkeypatch):
 def test_another_recipe_than_the_first_is_faster_by_its_fits_error(ms, recipe, monkeypatch):
     known(monkeypatch, table(recipes=("sage2-8b-rotated", "sage2-8b")))
     ours = {"sage2-8b-rotated": 1.0, "sage2-8b": ms}
-    monkeypatch.setattr(
-        tables, "predict", lambda gpu, family, name, *_: cost.Prediction(name, ours[name], 2.0, 0.1)
-    )
+
+    def predict(_, family, name, *given):
+        return cost.Prediction(name, ours[name], 2.0, 0.1)
+
+    monkeypatch.setattr(families.Table, "predict", predict)
     site = decide((2, 32, 32, 4096, 128))
     assert site.recipe == recipe, site.reason
 
@@ -700,7 +702,7 @@ def test_what_is_forced_is_not_decided_by_speed(monkeypatch):
 def test_causal_calls_whose_k_has_a_bias_are_left_to_the_user(monkeypatch):
     known(monkeypatch, trained_table())
     assert step(kind="causal").recipe == "fp8-backward"
-    monkeypatch.setattr(eligible, "_is_biased", lambda k: True)
+    monkeypatch.setattr(eligible, "is_biased", lambda k: True)
     site = step(kind="causal")
     assert site.reason.startswith("training: causal, and k's channels have a bias")
     assert "sage.training" in site.why.cause.remedy

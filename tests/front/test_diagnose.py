@@ -804,7 +804,11 @@ def test_times_are_predicted_for_each_kind_of_call(case, monkeypatch):
     function, (H_kv, N_kv, D_v), expected = TIMED[case]
     asked, error = [], (1.0, 0.1, 0.1, (0, 0.1), (0, 0, 0, 0.1))
     found = dict.fromkeys(("sdpa", "sage2-8b-per-token"), error)
-    monkeypatch.setattr(tables, "predict", lambda *given: asked.append(given))
+
+    def with_times(gpu, *_):
+        return SimpleNamespace(predict=lambda *given: asked.append((gpu, *given)))
+
+    monkeypatch.setattr(tables, "with_times", with_times)
     monkeypatch.setattr(measure, "errors_of", lambda *given: found)
     q, k, v = torch.randn(2, 4, 300, 64), *(torch.randn(2, H_kv, N_kv, D) for D in (64, D_v))
     diagnose(function, recipes="sage2-8b-per-token")(q, k, v)
@@ -821,10 +825,9 @@ def test_times_of_all_runs_are_predicted_by_the_table_and_told(tmp_path):
     with diagnosing(model, recipes=names) as found:
         for _ in range(3):
             model(q, k, v)
-    one = {
-        name: tables.predict(tables.H200, Family(64, 64, "full"), name, Sizes(1, 4, 4, 320, 320))
-        for name in names
-    }
+    family, sizes = Family(64, 64, "full"), Sizes(1, 4, 4, 320, 320)
+    of = {name: tables.with_times(tables.H200, family, name) for name in names}
+    one = {name: table and table.predict(family, name, sizes) for name, table in of.items()}
     assert one["sage1"] is None  # no table has it
     assert {row.recipe: row.predicted for row in found.rows} == one | {"sdpa": None}
     worst = {row.recipe: row.relative_l1 for row in found.rows}

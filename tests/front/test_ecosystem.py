@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 import sage_inductor
 from sage_inductor import config
-from sage_inductor.integrations.diffusers import register_backend
+from sage_inductor.integrations import diffusers as integration
 from sage_inductor.integrations.diffusers import sage_attention as diffusers_attention
 from sage_inductor.integrations.transformers import sage_attention_forward
 
@@ -285,7 +285,7 @@ def test_another_library_is_refused_by_name():
 
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
 def test_a_library_that_is_missing_is_named(library, monkeypatch):
-    register_backend.cache_clear()
+    integration.register.cache_clear()
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=library):
         sage_inductor.register(library)
@@ -301,7 +301,7 @@ def test_a_library_that_is_missing_is_named(library, monkeypatch):
     ],
 )
 def test_a_library_that_has_changed_is_named_with_what_works(library, module, name, monkeypatch):
-    register_backend.cache_clear()
+    integration.register.cache_clear()
     monkeypatch.delattr(f"{library}.{module}.{name}")
     with pytest.raises(ImportError, match=f'for {library} [0-9.]+ .* backend="sage".*{name}'):
         sage_inductor.register(library)

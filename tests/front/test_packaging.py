@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from sage_inductor.__main__ import COMMANDS
 from sage_inductor.choose import tables
 from sage_inductor.inductor_pass import DECIDES_NOTHING
+from sage_inductor.integrations import LIBRARIES
 from sage_inductor.ops.sources import __version__ as VERSION
 
 ROOT = Path(__file__).parents[2]
@@ -265,6 +266,7 @@ def test_the_graph_of_imports_is_the_real_one():
     entries = {"sage_inductor.__main__"}
     entries |= {module for module, (_, path) in SOURCES.items() if path.stem == "__init__"}
     entries |= {f"sage_inductor.cli.{command}" for command in COMMANDS}
+    entries |= {f"sage_inductor.integrations.{library}" for library in LIBRARIES}
     assert SOURCES.keys() - set().union(*GRAPH.values()) <= entries
     assert "sage_inductor.ops.sdpa" in GRAPH["sage_inductor.choose.timing"]
 

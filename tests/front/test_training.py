@@ -208,7 +208,7 @@ def test_a_bias_of_k_is_seen(of, expected):
     run_seen(attend, torch.randn(2, 8, 32), see=lambda gm: graphs.append(gm.graph))
     (graph,) = graphs
     (node,) = (node for node in graph.nodes if op_name(node) == "scaled_dot_product_attention")
-    assert eligible._is_biased(node.args[1]) is expected
+    assert eligible.is_biased(node.args[1]) is expected
 
 
 def test_the_setting_and_the_eager_call():

@@ -83,8 +83,9 @@ FULL_64 = Family(64, 64, "full")
 LONG = Sizes(1, 24, 24, 30000, 30000)
 
 
-def predicted(family=FULL_64, sizes=LONG, recipe="sage2-8b-rotated"):
-    return tables.predict(GPU, family, recipe, sizes)
+def predicted(family=FULL_64, sizes=LONG, recipe="sage2-8b-rotated", gpu=GPU):
+    table = tables.with_times(gpu, family, recipe)
+    return table and table.predict(family, recipe, sizes)
 
 
 def test_a_table_is_measured_written_and_read(gpu):
@@ -704,7 +705,7 @@ def test_an_h100_takes_an_h200s_times():
     assert (own.gpu, others.gpu) == (name, other) and own.device == others.device
     assert own.families == others.families
     for family in (FULL_64, Family(255, 255, "keys")):
-        assert tables.predict(name, family, *PER_TOKEN, LONG).wins
+        assert predicted(family, LONG, *PER_TOKEN, name).wins
 
 
 def test_time_that_is_over_leaves_the_sizes_that_were_timed(timed, gpu, monkeypatch):
@@ -749,7 +750,7 @@ def test_what_cannot_be_measured_is_tried_once_and_keeps_nothing_else_from_it(
     family = Family(40, 24, "full")
     assert timing.calibrate(gpu, family, *PER_TOKEN) is None and predicted(family).wins
     assert timing.calibrate(other, NEW, *PER_TOKEN) is None
-    assert tables.predict(second, NEW, *PER_TOKEN, LONG).wins
+    assert predicted(NEW, LONG, *PER_TOKEN, second).wins
     assert timing.calibrate(gpu, NEW, *PER_TOKEN) == error
 
 
@@ -862,7 +863,7 @@ def test_ranks_predict_by_the_times_of_one_of_them(timed, gpu, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_, name=name: name)
         as_another_process()
         assert timing.calibrate(gpu, family, recipe) is None
-        assert tables.predict(name, family, recipe, LONG).wins
+        assert predicted(family, LONG, recipe, name).wins
         assert len(timed) == (i + 2) * len(timing.FEW)
     monkeypatch.setattr(timing, "agreed", lambda key, find: {"families": []})
     error = timing.calibrate(gpu, Family(24, 24, "full"), *PER_TOKEN)

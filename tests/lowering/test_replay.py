@@ -25,12 +25,11 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from triton import knobs
 
 import sage_inductor
-from sage_inductor.lowering import package, replay
+from sage_inductor.lowering import replay
 from sage_inductor.lowering.number import Facts
-from sage_inductor.ops import gpus, notes, register
+from sage_inductor.ops import compat, gpus, notes, register
 from sage_inductor.ops.attention.select import attention
 from sage_inductor.ops.attention_call import AttentionCall
-from sage_inductor.ops.compat import load_module
 from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.operands import Kept
@@ -52,7 +51,7 @@ class Module(calls.Cpp):
         source = folder / "test.cpp"
         source.write_text(f'#include "fake_driver.h"\n#include "{replay.SOURCE}"\n')
         super().__init__(calls.build(source, *flags))
-        self.python = load_module("sage_replay", str(self.path))
+        self.python = compat.load_module("sage_replay", str(self.path))
         self.images = {}
 
     def compile(self, kernel, grid, tensors, numbers, options):
@@ -471,7 +470,7 @@ def test_in_a_cpp_wrapper_what_trains_is_called():
 
 
 def test_a_torch_without_handles_calls_the_ops(on_cpu, monkeypatch):
-    monkeypatch.setattr(package, "handles_of", None)
+    monkeypatch.setattr(compat, "handles_of", None)
     with fresh_cache():
         _, (code,) = run_and_get_code(torch.compile(layer), *draw(2, 100))
     assert "torch.ops.sage.attention.default(" in code and "Replay" not in code
@@ -647,7 +646,7 @@ def test_it_is_compiled_once_a_machine(with_torch, monkeypatch, tmp_path):
         return shutil.copy(with_torch.path, folder)
 
     monkeypatch.setattr(replay, "build", build)
-    monkeypatch.setattr(replay, "cuda_library_dirs", lambda: [])
+    monkeypatch.setattr(compat, "cuda_library_dirs", lambda: [])
     with knobs.cache.scope():
         knobs.cache.dir = str(tmp_path)
         assert replay._load().run and replay._load().site()

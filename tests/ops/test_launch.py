@@ -27,7 +27,7 @@ from triton import knobs
 from triton.runtime import driver
 
 import sage_inductor
-from sage_inductor.ops import compat, gpus, launch, notes, precompile
+from sage_inductor.ops import compat, gpus, launch, notes
 from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops.attention import select
 from sage_inductor.ops.compat import ptxas_version, virtualized
@@ -172,8 +172,8 @@ def h200(monkeypatch):
         assert capability == (9, 0)
         compiled.extend(noted.written(launches))
 
-    monkeypatch.setattr(precompile, "compile_elsewhere", compile_elsewhere)
-    precompile._start.cache_clear()
+    monkeypatch.setattr(launch, "compile_elsewhere", compile_elsewhere)
+    launch._start.cache_clear()
     with noted.here((9, 0)):
         yield compiled
 
@@ -326,7 +326,7 @@ def test_what_trains_is_compiled_ahead(h200, monkeypatch):
     monkeypatch.setattr(gpus, "_capability", lambda device: asked.append(device) or (9, 0))
     for launched, given in training_calls("cuda:1", N=2000).items():  # more tiles than processors
         for _ in range(2):  # as layers do
-            precompile.precompile(launched, given)
+            launch.precompile(launched, given)
         with launch.noted() as found:
             launched(launch.run, noted.H200, *map(launch._like, given))
         expected += noted.written(found)
@@ -340,18 +340,18 @@ def test_what_trains_is_compiled_ahead(h200, monkeypatch):
 
 def test_what_trains_is_left_to_its_launch_where_it_is_not_known(h200):
     for launched, given in training_calls("cpu").items():
-        precompile.precompile(launched, given)
+        launch.precompile(launched, given)
     for launched, given in training_calls("cuda").items():
         with FakeTensorMode(shape_env=ShapeEnv()) as mode:
             symbol = mode.shape_env.create_unbacked_symint()
             of_some = torch.empty(symbol, 8, 300, 64, dtype=torch.bfloat16, device="cuda")
             of_strides = torch.empty_strided((2, 8, 300, 64), (symbol, 64, 512, 1), device="cuda")
         for unknown in (of_some, of_strides):
-            precompile.precompile(launched, [unknown, *given[1:]])
-        precompile.precompile(launched, [*given[:-1], symbol])
+            launch.precompile(launched, [unknown, *given[1:]])
+        launch.precompile(launched, [*given[:-1], symbol])
     assert not h200
     given = training_calls("cuda", D=74)[rowscaled._launch]  # v's rows are none that TMA reads
-    precompile.precompile(rowscaled._launch, given)
+    launch.precompile(rowscaled._launch, given)
     (line,) = notes.NOTES.values()
     assert "compiles then: q or v is copied" in line
     assert "_hopper_kernel" not in {kernel.__name__ for kernel, *_ in h200}
@@ -422,7 +422,7 @@ def test_what_another_process_compiled_is_found_by_its_launch(
     hits = []
     monkeypatch.setattr(compile_module, "PATIENCE", 3600.0)  # it compiles on a busy machine, too
     assert len(launches) == 8 and len({each.kernel for each in launches}) == 4
-    monkeypatch.setattr(driver, "_active", compile_module._Elsewhere((9, 0)))
+    monkeypatch.setattr(driver, "_active", compile_module.elsewhere((9, 0)))
     with knobs.cache.scope(), knobs.compilation.scope():
         knobs.cache.dir = str(tmp_path / "while compiling")
         jobs = compile_elsewhere(launches, (9, 0))

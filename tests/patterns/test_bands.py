@@ -184,6 +184,7 @@ OBLONG = {
     "queries are the last": (lambda n, m, p, d: columns(m) <= torch.arange(m - n, m)[:, None], LAST, None),
     "an offset": (lambda n, m, p, d: columns(m) <= row_numbers(n) + (m - n), LAST, None),
     "tril(m - n)": (lambda n, m, p, d: ones(n, m).tril(m - n), LAST, None),
+    "dimensions in a cycle": (lambda n, m, p, d: ones(n, m).tril(m - n)[..., None].permute(2, 0, 1), LAST, None),
     "the last rows of a square": (lambda n, m, p, d: ones(m).tril()[m - n : m, :m], LAST, None),
     "the last rows of a square, counted back": (lambda n, m, p, d: ones(m).tril()[None, -n:], LAST, None),
     "a window of the last": (lambda n, m, p, d: window(m, m, 3, 0)[m - n :], Band(3, 0, bottom_right=True), None),
