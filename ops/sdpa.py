@@ -323,7 +323,7 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
         prepared = Prepared(*call.prepared)
     elif recipe.of_qk.smooths_q or (call.tail_block is None and compat.folds_constants()):
         prepared = prepare(k, v, seen, recipe, *call.keys_order)
-    how = call.scale, recipe, call.out_bnhd, call.warpgroups, order
+    how = call.scale, recipe, call.out_bnhd, call.warpgroups, *order
     found = attention(*attention_call(q, k, v, prepared, seen, *how))
     return (*found, prepared.k_mean) if prepared else tuple(found)
 
@@ -331,11 +331,12 @@ def attend(call: SdpaCall) -> tuple[Tensor, Tensor, Tensor]:
 def attention_call(
     q: Tensor, k: Tensor, v: Tensor, prepared: Prepared | None, visibility: Visibility,
     scale: float, recipe: Recipe, out_bnhd: bool = False, warpgroups: int | None = None,
-    order: tuple = (None,) * 4,
+    perm: Tensor | None = None, perm_k: Tensor | None = None, spans: Tensor | None = None,
+    documents: Tensor | None = None,
 ) -> AttentionCall:  # fmt: skip
     """What the attention op takes: with q's means where q is smoothed, and v itself, in 16 bits,
     where v is not quantized. prepared None: the op prepares k and v."""
-    (perm, _, spans, _), of_q, visible = order, (None, None), None
+    of_q, visible = (None, None), None
     if prepared is None:
         prepared = Prepared(k, None, None)
         visible = visibility.keys(k) if spans is None else None
@@ -346,7 +347,7 @@ def attention_call(
         v = v.bfloat16()
     return AttentionCall.of(
         q, prepared, v, visibility, scale, k.shape[2] if perm is None else perm.shape[0], recipe,
-        out_bnhd, of_q, visible, warpgroups, order,
+        out_bnhd, of_q, visible, warpgroups, (perm, perm_k, spans, documents),
     )  # fmt: skip
 
 

@@ -168,7 +168,7 @@ def prepared_call(recipe: str, **given) -> AttentionCall:
     else:
         given = dict(tail_block=call.tail_block, perm=call.perm)
         prepared = launch_prepare(run, H200, k, v, seen.keys(k), r, **given)
-    last = call.out_bnhd, call.warpgroups, call[-4:]
+    last = call.out_bnhd, call.warpgroups, *call[-4:]
     return of_sdpa.attention_call(q, k, v, prepared, seen, call.scale, r, *last)
 
 

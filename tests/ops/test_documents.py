@@ -189,7 +189,7 @@ def by_kernels(case: Case) -> tuple[Tensor, Tensor]:
     call, r = case.call(), NAMED[case.recipe]
     prepared = launch_prepare(run, Gpu((8, 9), 1), *call[1:3], None, r, None, *call.keys_order)
     seen = Visibility.of(call.attn_mask, case.band, call.perm.shape[0], 128, call.blocks)
-    a = attention_call(*call[:3], prepared, seen, call.scale, r, order=call[-4:])
+    a = attention_call(*call[:3], prepared, seen, call.scale, r, False, None, *call[-4:])
     out, lse = support.launch_portable(a, Tile(128, 64, 4, 2))
     return out, lse[:, :, places_of(call.perm, case.q.shape[2])]
 
