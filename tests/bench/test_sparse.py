@@ -1,4 +1,4 @@
-"""bench/sparse.py, bench/video.py and bench/lists.py: what they measure, their rows, their tables."""
+"""bench/sparse.py, video.py, lists.py and packed.py: what they measure, their rows, their tables."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ import support
 import torch
 import torch.nn.functional as F
 
-from bench import lists, pages, sparse, trained, video
+from bench import lists, packed, pages, sparse, trained, video
 from bench.capture import attending
 from bench.sparse import Case
 from bench.trained import Size
@@ -497,4 +497,29 @@ def test_a_layout_is_timed_beside_copies_that_give_the_same(monkeypatch, wrong):
     table = lists.table_of_layout([row]).splitlines()
     assert table[2].split("|")[1:-1] == [
         " 2 x 12 x 16 ", f" {row['density']:.0%} ", " op ", " 2.500 ", " 2.500 ", " 1.0000 ", " 1.0000 "
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_documents_are_timed_beside_loops_and_torchs_op(monkeypatch, wrong):
+    def varlen(q, k, v, *_, window_size):
+        assert window_size == (-1, 0)
+        return q
+
+    monkeypatch.setattr(packed, "Runner", AtOnce)
+    monkeypatch.setattr(packed, "varlen_attn", varlen)
+    times = {"packed": 2.0, "varlen": 5.0, "SDPA, loop": 3.0, "ours, loop": 1.6}
+    monkeypatch.setattr(
+        packed, "interleave", lambda runners, *_: {x: [times.get(x, 1.0)] for x in runners}
+    )
+    monkeypatch.setattr(packed, "hopper_tile", lambda a: None)
+    if wrong:
+        monkeypatch.setattr(packed, "CAUSAL", packed.FULL)
+        with pytest.raises(SystemExit, match="wrong at three: relative L1"):
+            packed.measure("three", [130, 5, 200], True, "cpu", 1, 1.0)
+        return
+    row = packed.measure("three", [130, 5, 200], True, "cpu", 1, 1.0)
+    assert packed.table([row]).splitlines()[2].split("|")[1:-1] == [
+        " three ", " yes ", " 1.000 ", " 1.000 ", " 1.000 ", " 2.000 ", " 1.600 ", " 5.000 ",
+        " 3.000 ", " 2.50 ", " 1.50 ", " 1.25 ", f" {row['rel_l1']:.2%} ",
     ]  # fmt: skip
