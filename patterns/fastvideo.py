@@ -71,8 +71,6 @@ def _why_not(call: Call, given: dict, others: Iterable[Node]) -> reasons.Reason 
     if not all(items):
         return reasons.LSE_USED()
     # Autocast casts no op of FastVideo, but sage::sdpa.
-    dtypes = [x.dtype for x in (q, k, v)] + [region[1] for region in call.emit.autocasts]
-    if torch.is_autocast_enabled(q.device.type):
-        dtypes.append(torch.get_autocast_dtype(q.device.type))
+    dtypes = [x.dtype for x in (q, k, v)] + call.emit.autocast_dtypes(q.device.type)
     wrong = [str(x)[6:] for x in dtypes if x != torch.bfloat16]
     return reasons.DTYPE(["bfloat16"], wrong[0]) if wrong else None

@@ -399,6 +399,13 @@ class Emitter:
         self.nodes.append(node)
         return node
 
+    def autocast_dtypes(self, device_type: str) -> list[torch.dtype]:
+        """Of torch.autocast at the anchor, which casts what sage::sdpa takes."""
+        found = [region[1] for region in self.autocasts]
+        if torch.is_autocast_enabled(device_type):
+            found.append(torch.get_autocast_dtype(device_type))
+        return found
+
     def size(self, x: Node, d: int):
         """A dynamic one needs a node of its own: Dynamo's graphs hold no symbols as arguments."""
         n = value_of(x).shape[d]

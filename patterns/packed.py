@@ -109,6 +109,11 @@ def _unpack(call: Call, op: Node, given: dict, cu: list) -> None:
         call.refused = reasons.PACKED_TRAINING()
     elif not _is_packed(call, *cu):
         call.refused = reasons.ANOTHER_KERNEL(str(op.target).removesuffix(".default"))
+    cast = [
+        x for x in emit.autocast_dtypes(q.device.type) if x != q.dtype
+    ]  # which casts no such op
+    if call.refused is None and cast:
+        call.refused = reasons.DTYPE([str(q.dtype)[6:]], str(cast[0])[6:])
     if call.refused is not None:
         return
     left, right = given.get("window_size") or (

@@ -197,6 +197,20 @@ def test_packages_for_a_cpu_hold_no_documents():
     assert site.reason == "no kernel for packed documents in a package for a CPU"
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_autocast_would_cast_stays(inside):
+    def function(q):
+        with torch.autocast("cpu", torch.bfloat16, enabled=True):
+            return varlen_attn(q, q, q, CU, CU, 17, 17)
+
+    q = torch.randn(T, H, D, dtype=torch.float16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        (site,) = sites_of(
+            function if inside else lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q
+        )
+    assert "float16" in site.reason and "got bfloat16" in site.reason
+
+
 def test_documents_that_train_stay():
     q = torch.randn(T, H, D, dtype=torch.bfloat16, requires_grad=True)
     (site,) = sites_of(lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q)
