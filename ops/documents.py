@@ -112,4 +112,5 @@ def places_of(perm: Tensor, T: int) -> Tensor:
     """The place of each of T queries, int64 [T]."""
     places = torch.arange(perm.shape[0], device=perm.device)
     found = places.new_zeros(T + 1)  # the last: of places without one
-    return found.scatter(0, torch.where(perm < 0, T, perm).long(), places)[:T]
+    found = found.scatter(0, torch.where(perm < 0, T, perm).long(), places)
+    return found.narrow(0, 0, T)
