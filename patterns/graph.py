@@ -400,7 +400,7 @@ class Emitter:
         return node
 
     def autocast_dtypes(self, device_type: str) -> list[torch.dtype]:
-        """Of torch.autocast at the anchor, which casts what sage::sdpa takes."""
+        """The dtypes of torch.autocast at the anchor, which casts what sage::sdpa takes."""
         found = [region[1] for region in self.autocasts]
         if torch.is_autocast_enabled(device_type):
             found.append(torch.get_autocast_dtype(device_type))
