@@ -486,6 +486,7 @@ def test_of_a_size_no_more_is_known_than_each_of_its_terms_says():
     divisors = {16 * s + 77: 1, 16 * s + 8: 8, 12 * s * t + 18 * s: 6, 16 * s: 16, 4 * (s + 3): 4}
     for size, divisor in divisors.items():
         assert package._facts(size) == Facts(1, math.inf, divisor), size
+    assert package._facts(24) == Facts.of(24)
 
 
 def test_a_compiled_model_calls_the_op_itself(sources):
