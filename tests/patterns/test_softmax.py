@@ -845,6 +845,8 @@ REFUSED = {
         "`softmax` is not over the keys of a query"),
     "two dtypes": (
         lambda q, k, v: (q @ k.mT).softmax(-1).float() @ v.float(), "q, k and v must have one dtype"),
+    "one of the batches of q": (
+        lambda q, k, v: (q[:1, 0] @ k[:, 0].mT).softmax(-1) @ v[:, 0], "a product broadcasts: q .1, 8, 16., k"),
     "broadcast scores": (
         scored(lambda s: s + torch.broadcast_tensors(MASK, s)[1]), "are also used by `broadcast"),
     "scores broadcast twice": (
