@@ -388,6 +388,7 @@ def test_a_page_shows_every_call_escaped_and_needs_no_other_file(tmp_path):
     assert rows[0][-2:] == ["sage2-8b", "N >= 3072"]
     assert rows[-1][1] == HOSTILE and 'said "<b>" & dropout' in rows[-1][-1]
     assert {"details", "summary"} <= alone(parsed) and "http" not in text and "@import" not in text
+    assert rows[-2][-1].startswith(f"{SHORT.short}{SHORT}")
     assert SHORT.cause.remedy in rows[-2][-1] and found.verdict in html.unescape(text)
 
 
