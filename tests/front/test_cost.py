@@ -158,6 +158,7 @@ def test_flash_attention_cuts_tiles_where_they_are_few(seed):
 def test_some_calls_are_cut_and_some_are_not():
     found = [features(Sizes(1, H, H, 3000, 3000), 128, FLASH, 132).pieces for H in range(1, 9)]
     assert found == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert features(Sizes(1, 8, 8, 40, 9000), 128, FLASH, 132).pieces == 1  # a part of a tile
     found = [features(Sizes(1, H, H, 1500, 4096), 192, LAST_SHARED, 132).pieces for H in range(40)]
     assert 0 < sum(found) < len(found)
     for tiles, N_kv in itertools.product(range(1, 220), (999, 9000, 65536)):

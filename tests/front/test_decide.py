@@ -276,9 +276,10 @@ def test_a_dynamic_length_is_guarded_where_the_recipe_begins_to_win(portable, mo
             assert any(str(first) in guard for guard in guards), guards
 
 
-def test_more_batches_than_the_power_of_2_below_the_first_ones_need_no_other_graph(monkeypatch):
+@pytest.mark.parametrize("first", [8, 11])
+def test_more_batches_than_the_power_of_2_of_the_first_ones_need_no_other_graph(first, monkeypatch):
     known(monkeypatch, table())
-    shape_env, B = dynamic(B=11)
+    shape_env, B = dynamic(B=first)
     site = decide((B, 8, 8, 4096, 128), shape_env=shape_env)
     of_8 = decide((8, 8, 8, 4096, 128))
     assert site.rewritten and site.reason == of_8.reason

@@ -92,10 +92,10 @@ def test_a_recipe_by_name_computes_the_call_and_gradients_stay_exact_attentions(
 
 @pytest.mark.parametrize("force", [True, False])
 def test_on_a_gpu_it_is_forced_where_nobody_timed_it(force):
-    graph, shapes = torch.fx.Graph(), ((2, 8, 4, 64), (2, 2, N, 64), (2, 2, N, 64))
+    graph, shapes = torch.fx.Graph(), ((2, 8, 4, 64), (2, 2, 2 * N, 64), (2, 2, 2 * N, 64))
     with FakeTensorMode(), on_gpu((8, 9)):
         q, *kv = (torch.empty(x, dtype=torch.bfloat16, device="cuda") for x in shapes)
-        mask = torch.empty(2, 1, 4, N, dtype=torch.bool, device="cuda")
+        mask = torch.empty(2, 1, 4, 2 * N, dtype=torch.bool, device="cuda")
         nodes = placeholders(graph, [q, *kv, mask], "val")
         call = graph.call_function(TARGETS[0], tuple(nodes), {"enable_gqa": True})
         graph.output(valued(call, torch.empty_like(q), "val"))

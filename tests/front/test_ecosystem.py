@@ -244,6 +244,10 @@ def test_what_transformers_asks_beyond_sdpa_is_refused(name):
     q = torch.randn(1, 2, 8, 64)
     with pytest.raises(ValueError, match=f'attention "sage" does not support {name}: use "eager"'):
         sage_attention_forward(torch.nn.Module(), q, q, q, None, **{name: torch.ones(2)})
+    with config.patch(emulate=True):  # what asks for nothing is not left to SDPA
+        off = {name: None, "output_attentions": False}
+        sage_attention_forward(torch.nn.Module(), q, q, q, None, **off)
+    assert sage_inductor.report().rewritten
 
 
 def test_grouped_heads_of_dynamic_sizes_are_attended_to():
@@ -317,6 +321,8 @@ def test_a_model_of_diffusers_with_our_backend_in_eager():
         use_ours(model)
         assert 0 < relative_l2(model(**inputs)[0], exact) < 0.02
     assert [site.module for site in sage_inductor.report().rewritten] == [""]
+    name = diffusers.models.attention_dispatch.AttentionBackendName["SAGE_INDUCTOR"]
+    assert (name.name, name.value) == ("SAGE_INDUCTOR", "sage_inductor")
 
 
 def lora(rank: int) -> dict:

@@ -388,6 +388,7 @@ def test_a_page_shows_every_call_escaped_and_needs_no_other_file(tmp_path):
     assert rows[0][-2:] == ["sage2-8b", "N >= 3072"]
     assert rows[-1][1] == HOSTILE and 'said "<b>" & dropout' in rows[-1][-1]
     assert {"details", "summary"} <= alone(parsed) and "http" not in text and "@import" not in text
+    assert rows[-2][-1].startswith(f"{SHORT.short}{SHORT}")
     assert SHORT.cause.remedy in rows[-2][-1] and found.verdict in html.unescape(text)
 
 
@@ -484,7 +485,8 @@ error.click(); told.up = shown(); error.click(); told.down = shown(); module.cli
 for (const text of ["layers.*.cross", "LAYERS.1", "a+b", ""]) {
   filter.value = text; filter.dispatchEvent(new Event("input")); told[text] = shown();
 }
-told.folded = fold.innerText; fold.open = true; told.opened = fold.innerText
+told.folded = fold.innerText; fold.open = true; told.opened = fold.innerText;
+told.fields = document.querySelectorAll("input").length
 """
 
 
@@ -496,8 +498,9 @@ def test_in_a_browser_a_page_sorts_filters_and_unfolds(tmp_path):
     rows = [(f"{i}/0", *each, fold) for i, each in enumerate(zip(names, errors))]
     path = tmp_path / "page.html"
     table = page.Table(("graph", "module", "error", "reason"), rows)
-    page.write(path, "t", table.html())
+    page.write(path, "t", table.html(), page.Table(("module",), [["attn"]]).html())
     told = in_chromium(path, SORT_AND_FILTER)
+    assert told.pop("fields") == 2
     up = ["layers.10.attn", "last", "layers.1.cross", "a+b", "layers.2.cross"]
     assert told.pop("up") == up and told.pop("down") == up[::-1]
     byname = ["a+b", "last", "layers.1.cross", "layers.2.cross", "layers.10.attn"]

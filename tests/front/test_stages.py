@@ -421,7 +421,7 @@ def test_a_schedule_names_the_stage_of_each_step_and_rewinds_itself(contained, c
         schedule = Schedule(end=ends)
         for _ in range(2):
             assert stages_of(schedule, 3) == expected
-    assert not caplog.records
+    assert session().stages == {"edge", "warm", "end"} and not caplog.records
 
 
 def test_a_step_that_ran_in_another_stage_is_warned_of(contained, caplog):

@@ -389,6 +389,7 @@ def sources(monkeypatch):
 
     def source(name, op, arguments, device, kernels):
         asked.append((name, op, arguments))
+        kernels.add(name)
         tensors = [k for k, x in arguments.items() if isinstance(x, TensorArgument)]
         numbers = [k for k, x in arguments.items() if isinstance(x, Facts)]
         parameters = [f"AtenTensorHandle {k}" for k in tensors] + [f"int64_t {k}" for k in numbers]
@@ -479,6 +480,7 @@ def test_calls_of_other_constants_have_a_function_of_their_own(sources):
     others = {}, {"by": 2.0}, {"x": dataclasses.replace(x, dtype=torch.float16)}, {}, {"bias": x}
     names = [package._function(wrapper, SCALE, given | each, "cpu") for each in others]
     assert names == [f"aoti_torch_sage_{i}" for i in (0, 1, 2, 0, 3)]
+    assert wrapper.sage_kernels == {*names}
 
 
 def test_of_a_size_no_more_is_known_than_each_of_its_terms_says():
@@ -486,6 +488,7 @@ def test_of_a_size_no_more_is_known_than_each_of_its_terms_says():
     divisors = {16 * s + 77: 1, 16 * s + 8: 8, 12 * s * t + 18 * s: 6, 16 * s: 16, 4 * (s + 3): 4}
     for size, divisor in divisors.items():
         assert package._facts(size) == Facts(1, math.inf, divisor), size
+    assert package._facts(24) == Facts.of(24)
 
 
 def test_a_compiled_model_calls_the_op_itself(sources):

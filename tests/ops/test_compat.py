@@ -35,6 +35,7 @@ def test_every_name_is_there_on_this_torch_and_triton(row):
         assert row.value() is None, f"it is there from {here} on"
     else:
         assert row.value() is not None, f"without it {row.without} (seen in {row.seen})"
+    assert row.seen.lower().startswith(re.match(r"\w+", row.places[0])[0])
     assert sum(row.places[0] in each.places for each in compat.TABLE.values()) == 1
 
 

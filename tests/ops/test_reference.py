@@ -18,7 +18,7 @@ from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import attention as emulation
 from sage_inductor.ops.reference import quantize as reference
-from sage_inductor.ops.visibility import CAUSAL, Visibility
+from sage_inductor.ops.visibility import CAUSAL, Band, Visibility
 
 qkv = functools.partial(support.qkv, B=1, H_q=2, H_kv=2, N_q=200, N_kv=300)
 
@@ -321,6 +321,16 @@ def test_two_level_p_brings_each_row_of_a_tile_to_all_of_e4m3(block_n):
         s1 = p[..., keys].amax(-1, keepdim=True) / (448 * 6)
         o += s1 * (decoded(*reference.phi((p[..., keys] / s1).float())) @ v_hat[:, :, keys])
     assert relative_l1(out, o / p.sum(-1, keepdim=True) + v_mean[:, :, None]) < 1e-4
+
+
+def test_a_walk_back_through_all_blocks_is_attention():
+    """With the code of what the band shows a part of, to the keys' end within a block."""
+    q, k, v = qkv(N_q=128, N_kv=150)
+    a = attention_call(q, k, v, "sage2-8b", Visibility(band=Band(None, 40, False)))
+    walk = torch.arange(4 * 2 + 1, 0, -4).expand(*q.shape[:2], 2, 3)
+    (out, lse), expected = emulation.attention(a, 64, walk), emulation.attention(a, 64)
+    assert relative_l1(out, expected[0]) < 0.01
+    assert_close(lse, expected[1])
 
 
 FAMILIES = {

@@ -177,6 +177,8 @@ SQUARE = {
         lambda n, m, p, d: torch.where((p != 0)[:, None, None] & ones(n).tril(), 0.0, -inf), CAUSAL, "2, 1, 1, m"),
     "padding, negated": (lambda n, m, p, d: ones(n).tril() & ~(p == 0)[:, None, None], CAUSAL, "2, 1, 1, m"),
     "a row of keys": (lambda n, m, p, d: ones(n).tril() & p[1].bool(), CAUSAL, "m"),
+    "int32 wraps": (
+        lambda n, m, p, d: ones(n).tril() & (torch.arange(m, dtype=torch.int32) * 2**30 >= 0), CAUSAL, "m"),
     "data": (lambda n, m, p, d: window(n, m, 3, 0) & (d > 0), Band(3, 0), "m, m"),
 }  # fmt: skip
 OBLONG = {

@@ -456,6 +456,23 @@ def test_autocast_around_the_function_and_inside_the_graph(add_bias_kv):
         torch.testing.assert_close(out, module(x, x, x)[0], rtol=2e-2, atol=2e-2)
 
 
+def test_where_the_graph_turns_gradients_off_a_call_needs_none():
+    module, x = nn.MultiheadAttention(E, H), torch.randn(L, B, E)
+
+    def forward(x):
+        with torch.no_grad():
+            return module(x, x, x)[0]
+
+    def see(gm):
+        index = GraphIndex(gm.graph)
+        found.extend(filter(None, [find(node, index) for node in list(gm.graph.nodes)]))
+        found[0].emit.undo()
+
+    found = []
+    run_seen(forward, x, see=see)
+    assert [call.out.requires_grad for call in found] == [False]
+
+
 def test_autocast_around_a_nested_graph_is_refused():
     module, x = nn.MultiheadAttention(E, H), torch.randn(L, B, E)
 

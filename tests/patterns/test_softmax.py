@@ -429,9 +429,15 @@ def test_half_precision_scores_in_float32():
         s = (q @ k.mT).float().masked_fill(~MASK, torch.finfo(torch.float32).min)
         return F.softmax(s, -1).to(q.dtype) @ v
 
+    def in_autocast(q, k, v):  # which casts the weights
+        with torch.autocast("cpu", q.dtype):
+            return ((q @ k.mT) + MASK.float().log()).softmax(-1) @ v
+
     for dtype in (torch.bfloat16, torch.float16):
-        _, (call,), _, actual = capture(mixed, *random_qkv(dtype=dtype))
-        assert actual.dtype == dtype and value_of(call.attn_mask).dtype == torch.float32
+        for function in (mixed, in_autocast):
+            _, (call,), _, actual = capture(function, *random_qkv(dtype=dtype))
+            assert {value_of(x).dtype for x in (call.q, call.k, call.v, actual)} == {dtype}
+            assert value_of(call.attn_mask).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -839,6 +845,8 @@ REFUSED = {
         "`softmax` is not over the keys of a query"),
     "two dtypes": (
         lambda q, k, v: (q @ k.mT).softmax(-1).float() @ v.float(), "q, k and v must have one dtype"),
+    "one of the batches of q": (
+        lambda q, k, v: (q[:1, 0] @ k[:, 0].mT).softmax(-1) @ v[:, 0], "a product broadcasts: q .1, 8, 16., k"),
     "broadcast scores": (
         scored(lambda s: s + torch.broadcast_tensors(MASK, s)[1]), "are also used by `broadcast"),
     "scores broadcast twice": (
@@ -1116,6 +1124,7 @@ TAKEN = {
     "sqrt of a whole number": scored(lambda s: s / torch.tensor(7).sqrt()),
     "two numbers": scored(lambda s: s * (torch.full([1], 3.0) / torch.full([], 7.0))),
     "a whole number": scored(lambda s: s / torch.full((), 3.9, dtype=torch.int64)),  # has no fraction
+    "a detached number": scored(lambda s: s * torch.full((), 0.25).detach_()),
     "sizes": lambda q, k, v: (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v,
     "root of a size": lambda q, k, v: (q @ k.mT / math.sqrt(q.size(-1))).softmax(-1) @ v,
     "negative": scored(lambda s: -s),
@@ -1136,10 +1145,12 @@ TAKEN = {
 OF_NUMPY = ("numpy", "a number of numpy", "numpy's float32", "a division by numpy's root",
             "a quotient of numpy's", "numpy's arithmetic", "an array of numpy's")  # fmt: skip
 NUMBERS = (*OF_NUMPY, "pow of a tensor", "rsqrt",
-           "sqrt of a whole number", "two numbers", "a whole number", "negative", "plus 0", "0 plus", "minus a mask",
+           "sqrt of a whole number", "two numbers", "a whole number", "a detached number", "negative", "plus 0", "0 plus", "minus a mask",
            "minus a bias", "alpha")  # fmt: skip
 # torch.export lifts what torch.tensor makes to an input, and has no numpy.
-NOT_EXPORTED = ("pow of a tensor", "rsqrt", "sqrt of a whole number", *OF_NUMPY)
+NOT_EXPORTED = (
+    "pow of a tensor", "rsqrt", "sqrt of a whole number", "a detached number", *OF_NUMPY
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
