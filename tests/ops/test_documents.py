@@ -165,7 +165,7 @@ def test_places_are_of_documents_by_blocks(seed):
     assert not counts[0, 0, last:].any()
 
 
-@pytest.mark.parametrize("seed", range(30))
+@seeds(300, always=15)
 def test_a_document_is_attended_as_a_call_of_its_own(seed):
     """By the emulation. A call of its own has a band at the bottom right, and where it hides a key
     from every query that key is in no mean."""
@@ -195,7 +195,7 @@ def by_kernels(case: Case) -> tuple[Tensor, Tensor]:
 
 
 @in_interpreter
-@seeds(60, always=6)
+@seeds(300, always=6)
 def test_kernels_attend_each_document_as_if_alone(seed):
     """And prepare it so."""
     case = drawn(seed, INTERPRETER, 200)
