@@ -164,6 +164,8 @@ class Measured:
 def _measurable(call: Call) -> Decision:
     if call.blocks.size is not None:
         return Decision(None, reasons.NO_EXACT("by block lists"))
+    if call.documents is not None:
+        return Decision(None, reasons.NO_EXACT("of packed documents"))
     if call.sink is not None:
         return Decision(None, reasons.NO_EXACT("with a learned sink"))
     return decide(call, STUDY)

@@ -13,6 +13,7 @@ from sage_inductor.choose.decide import decide
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.options import Settings
+from sage_inductor.study import measure
 
 LIBRARIES = []  # which unregister an op when they are collected
 SCHEMAS = """
@@ -41,12 +42,12 @@ def ops():
     LIBRARIES.append(library)
 
 
-def run_rewritten(function, *inputs, see=None, **settings) -> tuple:
-    """(what the rewritten graph returns, the sites of its calls)."""
+def run_rewritten(function, *inputs, see=None, by=None, **settings) -> tuple:
+    """(what the rewritten graph returns, the sites of its calls). by: what decides."""
     found, given = [], Settings(**settings or {"emulate": True})
 
     def rewrite(gm):
-        found.extend(patterns.rewrite(gm, lambda call: decide(call, given)))
+        found.extend(patterns.rewrite(gm, by or (lambda call: decide(call, given))))
         if see is not None:
             see(gm)
 
@@ -209,6 +210,15 @@ def test_what_autocast_would_cast_stays(inside):
             function if inside else lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q
         )
     assert "float16" in site.reason and "got bfloat16" in site.reason
+
+
+def test_diagnose_measures_no_documents():
+    q = torch.randn(T, H, D, dtype=torch.bfloat16)
+    with torch.no_grad():
+        _, (site,) = run_rewritten(
+            lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q, by=measure._measurable
+        )
+    assert site.reason == "was not run: diagnose knows no exact attention of packed documents"
 
 
 def test_documents_that_train_stay():
