@@ -1,4 +1,4 @@
-"""Attention to packed documents: beside torch's varlen_attn, a loop of SDPA and a loop of ours.
+"""Times attention to packed documents, and torch's varlen_attn, a loop of SDPA and one of ours.
 
 $ python bench/packed.py          # on a GPU about two minutes
 $ python bench/packed.py --json   # and bench/results/GPU/DATE-packed.json

@@ -73,7 +73,7 @@ def compose_documents(
     # Where some begin at one place, all but the last have no token.
     document = torch.bucketize(places, begin, right=True) - 1
 
-    # By methods: an index of fake tensors asks for their GPU, which may not be there.
+    # Methods, because an index of fake tensors asks for their GPU, which may not be there.
     def tokens(cu: Tensor, first: Tensor, n: Tensor) -> Tensor:
         row = places - first.index_select(0, document)
         here = (row >= 0) & (row < n.index_select(0, document))

@@ -28,7 +28,7 @@ from sage_inductor.ops import compat, gpus
 from sage_inductor.ops.attention.select import attention, select, why_not_listed
 from sage_inductor.ops.attention.tiles import WARPGROUPS
 from sage_inductor.ops.attention_call import AttentionCall, empty_outputs, schema_of
-from sage_inductor.ops.documents import places_of
+from sage_inductor.ops.documents import BLOCK, places_of
 from sage_inductor.ops.formats import HEAD_DIMS, K_BLOCK, MAX_ROWS, TAIL_BLOCKS, Prepared
 from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
@@ -79,12 +79,11 @@ class SdpaCall(NamedTuple):
     tail_block: int | None = None
     perm: Tensor | None = None  # int32 [N], a permutation: token perm[i] is the i-th of the lists'
     # blocks (layout.py). q, k, v, out and lse are in their own order
-    perm_k: Tensor | None = None  # of keys, where it is another; int32 [P], and
-    spans: Tensor | None = None  # [S, 4] and
-    documents: Tensor | None = (
-        None  # [P / 64], of documents packed one after another (documents.py).
-    )
-    # Then q, k and v are of tokens; perm, lists, band and attn_mask of P places
+    # int32, of packed documents (documents.py): keys' perm [P]; [S, 4]; [P / 64]. Then q, k and v
+    # are of tokens; perm, lists, band and attn_mask are of P places
+    perm_k: Tensor | None = None
+    spans: Tensor | None = None
+    documents: Tensor | None = None
 
     @classmethod
     def of(
@@ -184,13 +183,15 @@ def check(call: SdpaCall) -> None:
     q.shape[1] % k.shape[1] == 0 or _refuse(
         f"the heads of q must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}"
     )
+    if call.spans is not None:
+        _check_documents(call)
     if attn_mask is not None:
         if attn_mask.dtype != torch.bool and attn_mask.dtype not in valid:
             raise TypeError(f"sage::sdpa: attn_mask must be bool or {valid}, got {attn_mask.dtype}")
         attn_mask.device == q.device or _refuse(
             f"attn_mask must be on q's device {q.device}, got {attn_mask.device}"
         )
-        lengths = (q.shape[2], k.shape[2]) if call.spans is None else 2 * tuple(call.perm.shape)
+        lengths = (q.shape[2], k.shape[2]) if call.perm is None else 2 * tuple(call.perm.shape)
         full = (*q.shape[:2], *lengths)
         shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
         (
@@ -206,9 +207,7 @@ def check(call: SdpaCall) -> None:
         _check_blocks(call.blocks, q)
     if call.tail_block is not None:
         _check_tail(call)
-    if call.spans is not None:
-        _check_documents(call)
-    elif call.perm is not None:
+    if call.perm is not None and call.spans is None:
         _check_perm(call, call.perm)
     if prepared:
         n = Prepared.count(decode(recipe).of_pv)
@@ -262,12 +261,19 @@ def _check_documents(call: SdpaCall) -> None:
     complete or _refuse("spans go with perm, perm_k, documents, and block lists")
     others = call.prepared or call.tail_block or call.portable and q.device.type == "cpu"
     others and _refuse("spans go without prepared, tail_block, and packages for a CPU")
-    for name, x in given.items():
+    P, S = given["perm"].shape[0], given["spans"].shape[0]
+    shapes = (P,), (P,), (S, 4), (P // K_BLOCK,)
+    for (name, x), shape in zip(given.items(), shapes, strict=True):
+        other = [compat.statically_known_true(n != m) for n, m in zip(x.shape, shape, strict=False)]
+        if x.dim() != len(shape) or any(other):
+            _refuse(f"{name} must be {list(shape)} where perm has {P} places, got {[*x.shape]}")
         if x.dtype != torch.int32:
             raise TypeError(f"sage::sdpa: {name} must be int32, got {x.dtype}")
         (x.device == q.device and x.is_contiguous()) or _refuse(
             f"{name} must be contiguous and on q's device {q.device}, got {x.device}"
         )
+    size = call.blocks.size
+    size == (BLOCK, BLOCK) or _refuse(f"with spans blocks must be of {BLOCK}, got {size}")
     q.shape[0] == 1 or _refuse(f"with spans q must be of one batch, got {[*q.shape]}")
     reason = why_not_listed(recipe, call.block_q, packed=True)
     reason and _refuse(f"{reason}, got {call.recipe}")

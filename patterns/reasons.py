@@ -243,7 +243,7 @@ PACKED = Cause("packed documents in 8 bits were timed on no GPU: {} tokens in {}
     "sage.force=True rewrites the call; a long document gains as a call of "
     "F.scaled_dot_product_attention of its own", "packed documents")
 PACKED_WITH = Cause("packed attention with {} has no 8-bit kernel",
-    "call it without, or a document at a time by F.scaled_dot_product_attention")
+    "leave it out, or call F.scaled_dot_product_attention once for each document")
 PACKED_TRAINING = Cause("packed documents have no 8-bit backward",
     "call it under torch.no_grad(), or train by F.scaled_dot_product_attention")
 PAGES = Cause("the keys lie in pages", "give contiguous keys; servers have kernels of their own")

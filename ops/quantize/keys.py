@@ -61,11 +61,10 @@ def quantize_k_block(
     if TAIL:
         counts = tl.load(visible + n, mask=n < N, other=0) != 0
         store_means(x, counts, Mean, Count, head, block, T, T_pad, TAIL, BLOCK_D)
-    if of_mean is None:
-        mean = K_mean + head * channels + d
-    else:
-        mean = K_mean + of_mean * channels + d
-    mean = tl.load(mean, mask=d < channels, other=0.0)
+    of_head = head
+    if of_mean is not None:
+        of_head = of_mean
+    mean = tl.load(K_mean + of_head * channels + d, mask=d < channels, other=0.0)
     x = tl.where(mask, x.to(tl.float32) - mean[None, :], 0.0)
     if ROTATED:
         x = rotate(in_16_bits(0.5 * x, K), K_BLOCK, BLOCK_D)

@@ -15,6 +15,7 @@ from torch import Tensor
 from sage_inductor.ops import gpus
 from sage_inductor.ops.formats import K_BLOCK, PAD_N, Prepared, pad_head_dim
 from sage_inductor.ops.launch import HAS_PDL, doubled, pdl_option, visible_argument
+from sage_inductor.ops.layout import span_of
 from sage_inductor.ops.quantize.keys import empty_k, launch_k, quantize_k_block
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.quantize.values import empty_v, quantize_v_again_kernel, quantize_v_block
@@ -61,7 +62,8 @@ def _quantize_kv_kernel(
     of_mean, first = None, 0
     if Documents is not None:
         document = tl.load(Documents + block).to(tl.int64)
-        of_mean, first = document * H + head, tl.load(Spans + 4 * document) // K_BLOCK
+        place, _ = span_of(Spans, document)
+        of_mean, first = document * H + head, place // K_BLOCK
     T, T_pad = 0, 0
     if TAIL:
         T = tl.cdiv(N, TAIL)

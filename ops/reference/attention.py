@@ -36,8 +36,8 @@ def attention(
     q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. walk [B, H_q, tiles of 64
     queries, n]: the n blocks that each tile reads, in their order, as 4 j + code; the code is the
     Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists. A block is block_n
-    keys, or as many as divide it and the lists' blocks. By documents lse is [B, H_q, P], of places.
-    """
+    keys, or as many as divide it and the lists' blocks. With documents lse is of places:
+    [B, H_q, P]."""
     if a.spans is not None:
         return _of_documents(a, block_n)
     if a.perm is not None:

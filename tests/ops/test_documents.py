@@ -280,8 +280,15 @@ REFUSED = {
     "and packages for a CPU": dict(portable=True),
     "no kernel for packed documents but those": dict(recipe=NAMED["sage2-4b"].encode()),
     "an 8-bit v in one pass, got": dict(recipe=NAMED["sage1-per-token"].encode()),
+    "spans go with perm": dict(perm=None),
+    "perm_k must be .256. where perm has 256 places, got .128.": dict(
+        perm_k=torch.zeros(128).int()
+    ),
+    "spans must be .2, 4. .*got .2, 2.": dict(spans=torch.zeros(2, 2).int()),
+    "documents must be .4. .*got .2.": dict(documents=torch.zeros(2).int()),
+    "with spans blocks must be of 128, got .128, 64.": dict(block_kv=64),
     "spans must be int32, got torch.int64": dict(spans=torch.zeros(2, 4).long()),
-    "documents must be contiguous": dict(documents=torch.zeros(16).int()[::2]),
+    "documents must be contiguous": dict(documents=torch.zeros(8).int()[::2]),
     "q must be of one batch, got .2": dict(q=torch.zeros(2, 2, 70, 16)),
 }
 
