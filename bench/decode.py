@@ -71,7 +71,8 @@ ROOM = 1024  # tokens: a step appends one
 STEPS = 200  # that are compared with eager's
 CARD = 80e9  # bytes, in which as many sequences as `fit` lie beside the weights
 SLOWER = 0.97  # of what is replaced
-NEAR = 0.05  # relative L1 of logits to eager's: Inductor's differ by 0.02
+NEAR = 0.05  # relative L1 of logits to eager's: Inductor's differ by 0.02 of 8 layers
+AS_FAR = 1.2  # of 32 layers of random weights Inductor's own differ by 0.05 to 0.06
 WRONG = 0.1  # relative L1; a frozen scale's error is less
 
 
@@ -353,13 +354,17 @@ def decoder(model, B: int, N: int, args, device) -> dict:
         row["fit"][name] = int((CARD - weights) / (peak - weights) * B)
         rewind(cache, N)
         row["rel_l1"][name] = relative_l1(runner.output().double(), right)
-        if not runner.captured or not row["rel_l1"][name] < NEAR:
-            row["error"] = f"{name} is not captured, or its logits are not near eager's"
+        if not runner.captured:
+            row["error"] = f"{name} is not captured"
         if kind == "Int8Cache":
             row["append_ms"] = time_append(cache, N, args)
             if [B, N] == [1, 8192]:
                 row["steps"] = many_steps(model, cache, N, tokens, runner, step)
     report = sage_inductor.report()[before:]
+    most = max(NEAR, AS_FAR * row["rel_l1"]["inductor"])
+    far = [name for name, error in row["rel_l1"].items() if not error < most]
+    if far:
+        row["error"] = f"not near eager's logits: {far} of {row['rel_l1']}"
 
     def clock(run: Callable, repeats: int) -> float:
         for each in caches.values():

@@ -6,9 +6,10 @@ $ python bench/packed.py --json   # and bench/results/GPU/DATE-packed.json
     documents    sage::documents, which a forward pass calls once
     preparation  of k and v
     kernel       attention by what is prepared
-    packed       preparation and kernel, which each layer calls
-    ours, loop   sage::sdpa of one document after another
-    varlen       torch.nn.attention.varlen.varlen_attn
+    ours         both, which each layer calls: what a graph does where lse is not read
+    ours, loop   the same, of one document after another by dense calls
+    varlen       torch.nn.attention.varlen.varlen_attn, FlashAttention 2
+    FA3          the varlen kernel of the package fa3-fwd, where it is installed
     SDPA, loop   one document after another, by cuDNN where torch prefers it
 
 All in CUDA graphs, so a loop costs nothing on the host. Shapes: T tokens of all documents, H heads,
@@ -16,9 +17,14 @@ head_dim D; q, k and v are stored as [T, H, D].
 """
 
 import itertools
+import math
 import random
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,36 +34,72 @@ from torch.nn.attention.varlen import varlen_attn
 from bench import harness
 from bench.measure import WRONG, Provider, Runner, interleave, relative_l1, summary
 from bench.measure import attention as exact
-from bench.tables import markdown, show
+from bench.models import version_of
+from bench.peers import FA3
+from bench.tables import gain, markdown, show, speed_of
+from sage_inductor.choose.decide import DOCUMENTS_FROM
 from sage_inductor.ops.attention.select import attention, hopper_tile
 from sage_inductor.ops.recipe import NAMED
-from sage_inductor.ops.sdpa import SdpaCall, _visibility, attention_call, prepare
+from sage_inductor.ops.sdpa import SdpaCall, _visibility, attend, attention_call, prepare
 from sage_inductor.ops.visibility import CAUSAL, FULL
 
-H, D, RECIPE = 16, 128, "sage2-8b-rotated"
+RECIPE = NAMED["sage2-8b-rotated"]
 draw = random.Random(0)
-CASES = {
+DOCUMENTS = {
     "4 of 8,192": [8192] * 4,
     "images of 4K to 16K": [4096, 7700, 16384, 5632],
     "8 of about 7K": [draw.randint(6500, 7800) for _ in range(8)],
     "16 of 64 to 4,096": [draw.randint(64, 4096) for _ in range(16)],
+    "16 of 4,096": [4096] * 16,
+    "32 of 2,048": [2048] * 32,
     "64 of 1,024": [1024] * 64,
+    "48 of 512": [512] * 48,
     "256 windows of 64": [64] * 256,
 }
 
 
+class Case(NamedTuple):
+    documents: str
+    lengths: list[int]
+    causal: bool
+    H: int = 16
+    H_kv: int = 16
+    D: int = 128
+
+    def qkv(self, device) -> list[Tensor]:
+        """[T, heads, D]."""
+        sizes = (sum(self.lengths), self.H + 2 * self.H_kv, self.D)
+        of_all = torch.randn(sizes, device=device, dtype=torch.bfloat16)
+        return [x.contiguous() for x in of_all.split([self.H, self.H_kv, self.H_kv], 1)]
+
+
+CASES = [Case(*each, causal) for each, causal in product(DOCUMENTS.items(), (False, True))]
+
+
+def drawn() -> Case:
+    """A packing that "auto" takes, by its mean length."""
+    mean = 2 ** draw.uniform(math.log2(DOCUMENTS_FROM), 14)
+    S, spread = max(1, int(2 ** draw.uniform(12, 16) / mean)), draw.choice([0, 0.3, 0.9])
+    lengths = [int(mean * draw.uniform(1 - spread, 1 + spread)) for _ in range(S)]
+    lengths[0] += max(0, S * DOCUMENTS_FROM - sum(lengths))
+    H_kv, G, D = draw.choice([2, 4, 8, 16]), draw.choice([1, 1, 4]), draw.choice([128, 128, 64])
+    return Case("drawn", lengths, draw.random() < 0.5, H_kv * G, H_kv, D)
+
+
 def main(argv=None) -> int:
-    parser = harness.parser(__doc__, rounds=5, target_ms=20.0)
+    parser = harness.parser(__doc__, rounds=5, target_ms=10.0)
+    parser.add_argument("--draws", type=int, default=40, help="random packings")
     args = parser.parse_args(argv)
     device = harness.gpu(args)
     torch.manual_seed(0)
     method = (
-        f"{H} heads, head_dim {D}, bf16, {RECIPE}; median of {args.rounds} rounds of "
-        f"{args.target_ms:g} ms of CUDA graphs, in turns"
+        f"bf16, sage2-8b-rotated; median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA "
+        "graphs, in turns"
     )
-    result = harness.Result("packed", method, args)
-    for (name, lengths), causal in itertools.product(CASES.items(), (False, True)):
-        result.add([measure(name, lengths, causal, device, args.rounds, args.target_ms)])
+    found = {name: version for name in ("fa3-fwd",) if (version := version_of(name))}
+    result = harness.Result("packed", method, args, versions=harness.installed() | found)
+    for case in CASES + [drawn() for _ in range(args.draws)]:
+        result.add([measure(case, device, args.rounds, args.target_ms)])
         show(table(result["rows"][-1:]))
         torch.cuda.empty_cache()
     return result.end()
@@ -68,7 +110,7 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, causal: bool) -> SdpaCa
     perm, perm_k, spans, documents, counts, indices, shown = torch.ops.sage.documents(cu, len(q))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return SdpaCall.of(
-        q, k, v, D**-0.5, NAMED[RECIPE].encode(), shown, CAUSAL if causal else FULL,
+        q, k, v, q.shape[-1] ** -0.5, RECIPE.encode(), shown, CAUSAL if causal else FULL,
         out_bnhd=True, kv_num_blocks=counts, kv_indices=indices, block_q=128, block_kv=128,
         perm=perm, perm_k=perm_k, spans=spans, documents=documents,
     )  # fmt: skip
@@ -84,63 +126,78 @@ def looped(call: Callable, lengths: list[int]) -> Callable:
     return loop
 
 
-def measure(name: str, lengths: list[int], causal: bool, device, rounds, target_ms) -> dict:
-    T, recipe, longest = sum(lengths), NAMED[RECIPE], max(lengths)
-    q, k, v = torch.randn(3, T, H, D, device=device, dtype=torch.bfloat16).unbind(0)
+def measure(case: Case, device, rounds, target_ms) -> dict:
+    name, lengths, causal = case[:3]
+    T, longest = sum(lengths), max(lengths)
+    q, k, v = case.qkv(device)
     cu = torch.tensor([0, *itertools.accumulate(lengths)], device=device, dtype=torch.int32)
     call = call_of(q, k, v, cu, causal)
-    seen = _visibility(*call[1:4], call.band, recipe, call.blocks, call.perm)
-    made = prepare(*call[1:3], seen, recipe, *call.keys_order)
-    a = attention_call(*call[:3], made, seen, call.scale, recipe, True, None, *call[-4:])
+    seen = _visibility(*call[1:4], call.band, RECIPE, call.blocks, call.perm)
+    made = prepare(*call[1:3], seen, RECIPE, *call.keys_order)
+    a = attention_call(*call[:3], made, seen, call.scale, RECIPE, True, None, *call[-4:])
 
     def packed(q, k, v):
         given = dict(zip("qkv", (x.transpose(0, 1)[None] for x in (q, k, v)), strict=True))
-        return torch.ops.sage.sdpa(*call._replace(**given))[0]
+        return attend(call._replace(**given))[0]
 
-    def ours(q, k, v):
+    def alone(q, k, v):
         of = SdpaCall.of(q, k, v, call.scale, call.recipe, band=call.band, out_bnhd=True)
-        return torch.ops.sage.sdpa(*of)[0]
+        return attend(of)[0]
 
+    grouped, varlen = case.H != case.H_kv, (cu, cu, longest, longest)
     window = (-1, 0) if causal else (-1, -1)
+    # torch 2.11's op knows no heads of a group; later ones do by enable_gqa.
+    of_varlen = (q, *(x.repeat_interleave(case.H // case.H_kv, 1) for x in (k, v)))
     providers = {
-        "documents": lambda *_: torch.ops.sage.documents(cu, T)[-1],
-        "preparation": lambda *_: prepare(*call[1:3], seen, recipe, *call.keys_order).k,
-        "kernel": lambda *_: attention(*a)[0],
-        "packed": packed,
-        "ours, loop": looped(ours, lengths),
-        "varlen": lambda *of: varlen_attn(*of, cu, cu, longest, longest, window_size=window),
-        "SDPA, loop": looped(
-            lambda *of: F.scaled_dot_product_attention(*of, is_causal=causal), lengths
-        ),
+        "ours": packed,
+        "varlen": lambda *_: varlen_attn(*of_varlen, *varlen, window_size=window),
     }
+    if find_spec(FA3):
+        fa3 = import_module(FA3).flash_attn_varlen_func
+        providers["FA3"] = lambda *of: fa3(*of, *varlen, causal=causal)
+    if name != "drawn":
+        providers |= {
+            "documents": lambda *_: torch.ops.sage.documents(cu, T)[-1],
+            "preparation": lambda *_: prepare(*call[1:3], seen, RECIPE, *call.keys_order).k,
+            "kernel": lambda *_: attention(*a)[0],
+            "ours, loop": looped(alone, lengths),
+            "SDPA, loop": looped(
+                lambda *of: F.scaled_dot_product_attention(
+                    *of, is_causal=causal, enable_gqa=grouped
+                ),
+                lengths,
+            ),
+        }
     runners = {x: Runner(Provider(x, of), [(q, k, v)]) for x, of in providers.items()}
-    out = runners["packed"].output()[0].transpose(0, 1)  # [T, H, D]
+    out = runners["ours"].output()[0].transpose(0, 1)  # [T, H, D]
     parts = zip(*(x[:, -1:].transpose(0, 1).split(lengths, 1) for x in (out, q, k, v)), strict=True)
-    rel_l1 = max(relative_l1(x, exact(*of, causal)) for x, *of in parts)
+    rel_l1 = max(relative_l1(x, exact(*of, causal)) for x, *of in itertools.islice(parts, 8))
     if not rel_l1 < WRONG:
-        sys.exit(f"wrong at {name}: relative L1 {rel_l1}")
+        sys.exit(f"wrong at {case}: relative L1 {rel_l1}")
     times = interleave(runners, rounds, target_ms)
-    return {
+    return case._asdict() | {
         "plan": "packed",
-        "documents": name,
-        "lengths": lengths,
-        "causal": causal,
         "tile": str(hopper_tile(a)),
         "rel_l1": rel_l1,
         "times": {name: summary(each) for name, each in times.items()},
+        "speed": {name: speed_of(times["ours"], times[name]) for name in times if name != "ours"},
     }
 
 
 def table(rows: list[dict]) -> str:
-    names = "documents", "preparation", "kernel", "packed", "ours, loop", "varlen", "SDPA, loop"
-    lines = [["documents", "causal", *(f"{x}, ms" for x in names), "varlen / packed",
-              "SDPA / packed", "packed / ours, loop", "rel. L1"]]  # fmt: skip
+    names = "documents", "preparation", "kernel", "ours, loop", "ours"
+    others = "varlen", "FA3", "SDPA, loop"
+    lines = [["documents", "T", "causal", "H, H_kv, D", *(f"{x}, ms" for x in names)]]
+    lines[0] += [*(f"ours over {x}" for x in others), "rel. L1"]
     for row in rows:
-        ms = {name: each["ms"] for name, each in row["times"].items()}
+        ms = {name: f"{each['ms']:.3f}" for name, each in row["times"].items()}
+        lengths, sizes = row["lengths"], [row["H"], row["H_kv"], row["D"]]
+        is_drawn = row["documents"] == "drawn"
+        named = f"{len(lengths)}, {max(lengths):,} at most" if is_drawn else row["documents"]
+        gains = (gain(row["speed"][x]) if x in row["speed"] else "" for x in others)
         lines.append([
-            row["documents"], "yes" if row["causal"] else "no", *(f"{ms[x]:.3f}" for x in names),
-            f"{ms['varlen'] / ms['packed']:.2f}", f"{ms['SDPA, loop'] / ms['packed']:.2f}",
-            f"{ms['packed'] / ms['ours, loop']:.2f}", f"{row['rel_l1']:.2%}",
+            named, f"{sum(lengths):,}", "yes" if row["causal"] else "no", str(sizes)[1:-1],
+            *(ms.get(x, "") for x in names), *gains, f"{row['rel_l1']:.2%}",
         ])  # fmt: skip
     return markdown(lines)
 

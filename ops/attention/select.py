@@ -79,7 +79,7 @@ def tile_of_hopper(shape: CallShape, recipe: Recipe, warpgroups: int | None = No
         return tiles.hopper(*kernel, is_causal, tiles.Load.of(shape), warpgroups)
     if warpgroups == 0:
         return None
-    return tiles.hopper_of_blocks(*kernel, shape.k[2], *shape.block_size)
+    return tiles.hopper_of_blocks(*kernel, shape.k[2], *shape.block_size, shape.packed)
 
 
 def launch(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> list[Tensor]:

@@ -281,16 +281,18 @@ LISTED_KEYS = 2048  # from which the Hopper kernel reads lists of blocks at head
 
 
 def hopper_of_blocks(
-    capability: tuple[int, int], pv: str, head_dim: int, n_kv: int, block_q: int, block_kv: int
-) -> Tile | None:
+    capability: tuple[int, int], pv: str, head_dim: int, n_kv: int, block_q: int, block_kv: int,
+    packed: bool = False,
+) -> Tile | None:  # fmt: skip
     """The tile with which the Hopper kernel computes a call by lists of blocks of these queries
     and keys, if it does: its warpgroups share a list. A warpgroup alone takes 0.53 of the time of
     three that read what any of their lists names (75,600 tokens, a tenth of blocks of 64 x 64; by
-    NABLA's lists 0.64; H200, 2026-11-29)."""
+    NABLA's lists 0.64; H200, 2026-11-29). Of packed documents (packed) it takes 0.73 to 1.06 of the
+    time of two, and by 0.5 to 1.06 of that of three: half a tile is idle in a short one."""
     tile = hopper(capability, pv, head_dim, False, ANY)
     if tile is None or (pv == "fp8" and head_dim <= 64 and n_kv < LISTED_KEYS):
         return None
-    if head_dim <= 128 and block_q % TWO.BLOCK_M == 0:
+    if head_dim <= 128 and block_q % TWO.BLOCK_M == 0 and not packed:
         return TWO  # which reads two blocks of 64 at once, as a warpgroup alone does
     if head_dim <= 128 and block_q % THREE.BLOCK_M != 0 and pv == "fp8":
         return ALONE_64 if head_dim <= 64 else ALONE_128

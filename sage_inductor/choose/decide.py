@@ -13,6 +13,7 @@ settings' recipe.
 
 import dataclasses
 import functools
+import re
 
 import torch
 import triton
@@ -35,6 +36,7 @@ from sage_inductor.ops.layout import placed
 from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.symbols import as_int, guarded, hint, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
+from sage_inductor.ops.visibility import CAUSAL, FULL
 from sage_inductor.options import Settings
 from sage_inductor.patterns import eligible, reasons
 from sage_inductor.patterns.call import Call, Decision, Site
@@ -49,6 +51,10 @@ from sage_inductor.policy import CallDescription, ask, kept, layer_of
 # bench/lists.py, with 10 to 100 % of the blocks. They were not timed beside a mask, which is what
 # FastVideo's sizes of blocks become.
 LISTS_FROM = 16384
+# Tokens of a packed document, on average, from which 8 bits beat FlashAttention 2's varlen kernel:
+# by 1.4 to 2.6 from here on, by 1.14 to 1.25 with 1,024 tokens, not with 512. FlashAttention 3's
+# takes 0.6 to 1.2 of their time. H200, 2026-11-29, torch 2.11: bench/packed.py.
+DOCUMENTS_FROM = 2048
 
 
 def rewrite(gm: torch.fx.GraphModule, settings: Settings) -> list[Site]:
@@ -283,7 +289,7 @@ def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str,
     if case is not None:
         return _timed(shape, case, settings.benchmark(case))
     if shape.packed:
-        return Decision(None, reasons.PACKED(shape.q[2], value_of(call.documents[0]).shape[0] - 1))
+        return _by_documents(call, shape, settings, names[0])
     if shape.kind == "blocks":
         return _by_lists(shape, settings, names[0])
     return _predicted(call, shape, settings, names)
@@ -411,6 +417,26 @@ def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Decision:
     if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):
         return Decision(None, reasons.LISTS_FROM_LENGTH(recipe, LISTS_FROM))
     return Decision(recipe, f"by block lists, N >= {LISTS_FROM}")
+
+
+def _by_documents(call: Call, shape: CallShape, settings: Settings, recipe: str) -> Decision:
+    """As `_by_lists`, of packed documents. Each may have another length, so by their mean."""
+    S, is_torchs = value_of(call.documents[0]).shape[0] - 1, call.spelling.startswith("torch_attn")
+    rival = families.flash_attention() if is_torchs else call.spelling
+    suits = tiles.suits_hopper(shape, recipes.NAMED[recipe])
+    known = tables.gpu_name(shape.device) == tables.H200 and suits
+    known = known and not tiles.hopper_unavailable(shape.capability)
+    known = known and pad_head_dim(shape.head_dim) in (64, 128)
+    why = ""
+    if not known or shape.band[:2] not in (FULL[:2], CAUSAL[:2]):
+        why = "were measured on an H200 alone, up to head_dim 128, without a window"
+    elif re.search(r"(FA|attn_?)[34]", rival):
+        why = f"are computed about as fast by {rival}"
+    elif not all(_at_least(n, DOCUMENTS_FROM * S, settings) for n in shape.lengths):
+        why = f"win from a mean of {DOCUMENTS_FROM} tokens on"
+    if why:
+        return Decision(None, reasons.PACKED(why, *shape.lengths[:1], S))
+    return Decision(recipe, f"packed documents, mean N >= {DOCUMENTS_FROM}")
 
 
 def _by_example(n, settings: Settings):

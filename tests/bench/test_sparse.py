@@ -501,25 +501,38 @@ def test_a_layout_is_timed_beside_copies_that_give_the_same(monkeypatch, wrong):
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_documents_are_timed_beside_loops_and_torchs_op(monkeypatch, wrong):
+@pytest.mark.parametrize("name, H", [("three", 16), ("drawn", 4)])
+def test_documents_are_timed_beside_loops_and_torchs_op(monkeypatch, wrong, name, H):
     def varlen(q, k, v, *_, window_size):
-        assert window_size == (-1, 0)
+        assert window_size == (-1, 0) and q.shape == k.shape == v.shape
         return q
 
     monkeypatch.setattr(packed, "Runner", AtOnce)
     monkeypatch.setattr(packed, "varlen_attn", varlen)
-    times = {"packed": 2.0, "varlen": 5.0, "SDPA, loop": 3.0, "ours, loop": 1.6}
+    times = {"ours": 2.0, "varlen": 5.0, "SDPA, loop": 3.0, "ours, loop": 1.6}
     monkeypatch.setattr(
         packed, "interleave", lambda runners, *_: {x: [times.get(x, 1.0)] for x in runners}
     )
     monkeypatch.setattr(packed, "hopper_tile", lambda a: None)
+    case = packed.Case(name, [130, 5, 200], True, H, 2, 64)
     if wrong:
         monkeypatch.setattr(packed, "CAUSAL", packed.FULL)
-        with pytest.raises(SystemExit, match="wrong at three: relative L1"):
-            packed.measure("three", [130, 5, 200], True, "cpu", 1, 1.0)
+        with pytest.raises(SystemExit, match=f"wrong at Case.*{name}.*: relative L1"):
+            packed.measure(case, "cpu", 1, 1.0)
         return
-    row = packed.measure("three", [130, 5, 200], True, "cpu", 1, 1.0)
+    row = packed.measure(case, "cpu", 1, 1.0)
+    known = [" 1.000 ", " 1.000 ", " 1.000 ", " 1.600 ", " 2.000 ", " 2.50x (2.50 to 2.50) ", "  "]
+    if name == "drawn":
+        known = ["  "] * 4 + known[4:]
+    of_sdpa = " 1.50x (1.50 to 1.50) " if name == "three" else "  "
     assert packed.table([row]).splitlines()[2].split("|")[1:-1] == [
-        " three ", " yes ", " 1.000 ", " 1.000 ", " 1.000 ", " 2.000 ", " 1.600 ", " 5.000 ",
-        " 3.000 ", " 2.50 ", " 1.50 ", " 1.25 ", f" {row['rel_l1']:.2%} ",
+        " three " if name == "three" else " 3, 200 at most ", " 335 ", " yes ", f" {H}, 2, 64 ",
+        *known, of_sdpa, f" {row['rel_l1']:.2%} ",
     ]  # fmt: skip
+
+
+def test_drawn_packings_are_some_that_auto_takes():
+    for _ in range(200):
+        case = packed.drawn()
+        assert sum(case.lengths) >= packed.DOCUMENTS_FROM * len(case.lengths)
+        assert 2**11 <= sum(case.lengths) < 2**17 and min(case.lengths) > 0

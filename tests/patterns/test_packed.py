@@ -9,7 +9,9 @@ from support import run_seen
 from torch.nn.attention.varlen import varlen_attn
 
 from sage_inductor import patterns
+from sage_inductor.choose import families, tables
 from sage_inductor.choose.decide import decide
+from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.reference.exact import attention_exact
 from sage_inductor.options import Settings
@@ -174,19 +176,83 @@ def test_an_op_with_other_arguments_and_a_backward_are_no_rows():
     )
 
 
+def decided(gm, settings: Settings) -> list:
+    """The sites of a graph, which stays."""
+    return patterns.rewrite(gm, lambda call: decide(call, settings), put=lambda *given: None)
+
+
+WIN = "packed documents in 8 bits win from a mean of 2048 tokens on"
+
+
 @pytest.mark.parametrize("given, reason", [
-    ({}, "packed documents in 8 bits were timed on no GPU: 24 tokens in 3 documents"),
-    ({"force": True}, None),
+    (dict(), f"no known gain: {WIN}; here 6143 tokens in 3"),
+    (dict(T=6144), None),
+    (dict(T=6144, S=4), f"no known gain: {WIN}; here 6144 tokens in 4"),
+    (dict(T_k=6143), f"no known gain: {WIN}; here 6144 tokens in 3"),
+    (dict(T=6144, window_size=(-1, 0)), None),
+    (dict(T=6144, window_size=(64, 0)), "were measured on an H200 alone, up to head_dim 128, without a window"),
+    (dict(T=6144, D=256), "were measured on an H200 alone"),
+    (dict(T=6144, gpu="NVIDIA A100"), "were measured on an H200 alone"),
+    (dict(T=6144, hopper="lost"), "were measured on an H200 alone"),
+    (dict(T=6144, flash="FA3"), "are computed about as fast by FA3"),
+    (dict(T=6144, op="my_vllm_flash_attn3_c0ffee.fwd"), "are computed about as fast by my_vllm_flash_attn3_c0ffee.fwd"),
+    (dict(T=6144, op="flash_attn._flash_attn_varlen_forward", flash="FA3"), None),
+    (dict(T=24, force=True), None),
 ])  # fmt: skip
-def test_auto_leaves_documents_until_they_are_timed(given, reason, monkeypatch):
+def test_auto_takes_documents_from_the_mean_length_that_gained(given, reason, monkeypatch):
+    given = {
+        "T": 6143,
+        "S": 3,
+        "D": 64,
+        "gpu": tables.H200,
+        "hopper": None,
+        "flash": "torch",
+    } | given
     monkeypatch.setattr(CallShape, "capability", (9, 0))
-    q = torch.randn(T, H, D, dtype=torch.bfloat16)
+    monkeypatch.setattr(tables, "gpu_name", lambda device: given["gpu"])
+    monkeypatch.setattr(tiles, "hopper_unavailable", lambda capability: given["hopper"])
+    monkeypatch.setattr(families, "flash_attention", lambda: given["flash"])
+    T_q = 6144 if "T_k" in given else given["T"]
+    q, k = (
+        torch.empty(T, 2, given["D"], dtype=torch.bfloat16) for T in (T_q, given.get("T_k", T_q))
+    )
+    cu = torch.zeros(given["S"] + 1, dtype=torch.int32)
+
+    def function(q, k):
+        if given.get("op", "").startswith("flash"):
+            return op(given["op"])(q, k, k, cu, cu, 9, 9, 0.0, 0.3, True)[0]
+        if "op" in given:
+            return op(given["op"])(q, k, k, cu, cu)[0]
+        return varlen_attn(q, k, k, cu, cu, 9, 9, window_size=given.get("window_size", (-1, -1)))
+
+    found, settings = [], Settings(calibrate=False, force=given.get("force", False))
     with torch.no_grad():
-        _, (site,) = run_rewritten(
-            lambda q: varlen_attn(q, q, q, CU, CU, 17, 17), q, **{"calibrate": False} | given
-        )
-    assert (str(site.reason) if reason else None) == reason
+        run_seen(function, q, k, see=lambda gm: found.extend(decided(gm, settings)))
+    (site,) = found
+    assert (reason or "") in str(site.reason)
     assert site.recipe == (None if reason else "sage2-8b-rotated")
+
+
+def test_one_guard_says_whether_documents_are_long_enough(monkeypatch):
+    """With T and S dynamic there are two graphs, one on each side."""
+    monkeypatch.setattr(CallShape, "capability", (9, 0))
+    monkeypatch.setattr(tables, "gpu_name", lambda device: tables.H200)
+    monkeypatch.setattr(tiles, "hopper_unavailable", lambda capability: None)
+    recipes = []
+
+    def backend(gm, inputs):
+        with torch.no_grad():
+            recipes.extend(site.recipe for site in decided(gm, Settings()))
+        return gm.forward
+
+    @torch.compile(backend=backend, dynamic=True)
+    def function(q, cu):
+        return varlen_attn(q, q, q, cu, cu, 9, 9)
+
+    with torch.no_grad():
+        for T, S in ((4000, 2), (2100, 3), (4200, 2), (5000, 2), (8192, 4), (9000, 8)):
+            function(torch.empty(T, 2, 64, dtype=torch.bfloat16), torch.zeros(S + 1).int())
+    assert recipes == [None, "sage2-8b-rotated"]
 
 
 def test_packages_for_a_cpu_hold_no_documents():

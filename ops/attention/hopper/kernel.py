@@ -686,7 +686,7 @@ def _store(chunks, m, total, row0, tile, ctx):
     out = out + gl.expand_dims((token.to(gl.int64) * ctx.stride_on) >> 1, 1)
     of_v = tile.b
     if ctx.Documents is not None:
-        of_v = gl.load(ctx.Documents + row0 // 64)
+        of_v = gl.load(ctx.Documents + row0 // 64, mask=row0 < ctx.N_q, other=0)
     for chunk in gl.static_range(ctx.BLOCK_DV // ctx.CHUNK):
         o = chunks[chunk] * gl.expand_dims(inverse, 1)
         if ctx.FP8:
