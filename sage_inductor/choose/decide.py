@@ -132,6 +132,9 @@ def _decodes(call: Call, shape: CallShape) -> bool:
 # (bench/decode.py): from how many keys on it is faster, and for one query in 16 bits up to how many
 # heads of k and v. With 256 heads of 1,024 keys it is 3 % slower, with 1,024 of 512 keys 12 %.
 TIMED_DECODE, DECODES_FROM, DECODED_HEADS = (9, 0), 256, 128
+# Also up to how many keys of all heads at head_dim 64: 2^18 of a full cache take 0.94 of SDPA's
+# time, 2^19 1.12 (2.8 and 3.1 TB/s; H200, 2026-11-29).
+DECODED_KEYS_64 = 2**18
 
 
 def _decoded(call: Call, shape: CallShape, settings: Settings) -> str:
@@ -144,8 +147,11 @@ def _decoded(call: Call, shape: CallShape, settings: Settings) -> str:
         return ""
     if eligible.is_of_codes(call.k):
         return "exact: k and v are read as codes"
-    few = shape.q[2] > 1, shape.q[0] * shape.k[1] <= DECODED_HEADS
-    gains = any(map(statically_true, few)) and _at_least(shape.k[2], DECODES_FROM, settings)
+    heads, keys = shape.q[0] * shape.k[1], shape.k[2]
+    few = statically_true(heads <= DECODED_HEADS) and (
+        shape.head_dim > 64 or _at_least(-heads * keys, -DECODED_KEYS_64, settings)
+    )
+    gains = (few or statically_true(shape.q[2] > 1)) and _at_least(keys, DECODES_FROM, settings)
     return f"exact, faster than SDPA from {DECODES_FROM} keys on" if gains else ""
 
 

@@ -180,6 +180,16 @@ def test_many_heads_of_few_keys_are_not_decoded():
         assert site_of(n_q, batch=batch, mask=torch.bool, N=512)[0].recipe == recipe
 
 
+def test_many_keys_of_head_dim_64_are_not_decoded():
+    """By the cache's whole length."""
+    for given, recipe in (
+        ({}, "decode"), ({"N": 2**15 + 1}, None), ({"batch": 2}, None), ({"n_q": 2, "batch": 2}, "decode"),
+        ({"D": 80, "batch": 2}, "decode"), ({"D": 48, "batch": 2}, None),
+    ):  # fmt: skip
+        site, _ = site_of(**{"D": 64, "N": 2**15} | given, mask=torch.bool)
+        assert site.recipe == recipe and (recipe or site.decision.unrepeats), given
+
+
 def test_on_hopper_one_query_reads_the_heads_as_they_are():
     """One cache for all batches is expanded, and stays so."""
     site, call = site_of()
