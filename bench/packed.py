@@ -82,7 +82,7 @@ def drawn() -> Case:
     S, spread = max(1, int(2 ** draw.uniform(12, 16) / mean)), draw.choice([0, 0.3, 0.9])
     lengths = [int(mean * draw.uniform(1 - spread, 1 + spread)) for _ in range(S)]
     lengths[0] += max(0, S * DOCUMENTS_FROM - sum(lengths))
-    H_kv, G, D = draw.choice([2, 4, 8, 16]), draw.choice([1, 1, 4]), draw.choice([128, 128, 64])
+    H_kv, G, D = draw.choice([2, 4, 8, 16]), draw.choice([1, 1, 4]), draw.choice([128, 128, 80, 64])
     return Case("drawn", lengths, draw.random() < 0.5, H_kv * G, H_kv, D)
 
 

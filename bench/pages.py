@@ -38,6 +38,7 @@ from bench import (
     model,
     models,
     packages,
+    packed,
     parallel,
     peers,
     preparation,
@@ -57,9 +58,9 @@ SPEED = ("paper", "load", "models", "preparation", "fusion", "masks", "shared")
 ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
-    "packages", "parallel", "parallel-host", "parallel-sockets", "peers", "ring", "sageattention",
-    "sparse", "sparse-trained", "linear", "lists", "selected", "whole", "beside", "decode",
-    "decoding", "comfyui", "perplexity", "layout", "tail", "sparse-peers", "sparse-whole",
+    "packages", "packed", "parallel", "parallel-host", "parallel-sockets", "peers", "ring",
+    "sageattention", "sparse", "sparse-trained", "linear", "lists", "selected", "whole", "beside",
+    "decode", "decoding", "comfyui", "perplexity", "layout", "tail", "sparse-peers", "sparse-whole",
     "corrections",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
@@ -375,6 +376,7 @@ TABLES = {
     "lists": of("lists", lists.table),
     "memory": of("memory", training.memory_table),
     "packages": of("packages", packages.table),
+    "packed": of("packed", packed.table),
     "parallel": of("parallel", parallel.table),
     "peers": lambda gpus: peers_table(gpus, "peers"),
     "perplexity": sections(("perplexity",), perplexity_section),
