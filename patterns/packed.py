@@ -51,12 +51,12 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     target: Any = node.target
     op: Any = node.args[0] if target is operator.getitem else node
     target = getattr(op, "target", None)
-    if fastvideo.NAME in str(target):
+    name = str(target).removesuffix(".default")
+    if fastvideo.NAME in name:
         return fastvideo.find(node, index)
-    if str(target) == sla.LAUNCH:
+    if name == sla.LAUNCH:
         return sla.find(node, index)
     is_op = isinstance(target, (compat.OpOverload, compat.OpOverloadPacket))
-    name = str(target).removesuffix(".default")
     if not is_op or not NAMED.search(name) or not _is_output(node, op):
         return None
     given = by_schema(op, target)
