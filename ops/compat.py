@@ -175,6 +175,8 @@ OpOverload = _take("torch._ops:OpOverload", without="an aten op is not recognise
 OpOverloadPacket = _take("torch._ops:OpOverloadPacket", without="as OpOverload")
 HigherOrderOperator = _take("torch._ops:HigherOrderOperator",
     without="flex_attention is not recognised")
+kernel_side_table = _take("torch._higher_order_ops.triton_kernel_wrap:kernel_side_table",
+    without="SLA's kernel is not recognised")
 
 # -- torch: ops ----
 

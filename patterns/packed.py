@@ -1,6 +1,6 @@
 """Packed documents, and calls of other libraries' attention ops, which stay what they are: a row
-each (fastvideo.py's, of which some are rewritten, are found from here). Arguments are read by the
-names in the ops' schemas, because flash-attn's differ from release to release.
+each (fastvideo.py's and sla.py's, of which some are rewritten, are found from here). Arguments are
+read by the names in the ops' schemas, because flash-attn's differ from release to release.
 
     torch_attn._varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, ...)
     flash_attn._flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, ...)
@@ -22,7 +22,7 @@ from torch.fx import Node
 from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import guarded
 from sage_inductor.ops.visibility import Band
-from sage_inductor.patterns import fastvideo, graph, reasons
+from sage_inductor.patterns import fastvideo, graph, reasons, sla
 from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import (
     Emitter,
@@ -51,10 +51,12 @@ def find(node: Node, index: GraphIndex) -> Call | None:
     target: Any = node.target
     op: Any = node.args[0] if target is operator.getitem else node
     target = getattr(op, "target", None)
-    if fastvideo.NAME in str(target):
-        return fastvideo.find(node, index)
-    is_op = isinstance(target, (compat.OpOverload, compat.OpOverloadPacket))
     name = str(target).removesuffix(".default")
+    if fastvideo.NAME in name:
+        return fastvideo.find(node, index)
+    if name == sla.LAUNCH:
+        return sla.find(node, index)
+    is_op = isinstance(target, (compat.OpOverload, compat.OpOverloadPacket))
     if not is_op or not NAMED.search(name) or not _is_output(node, op):
         return None
     given = by_schema(op, target)

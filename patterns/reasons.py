@@ -227,7 +227,8 @@ WEIGHTS_USED = Cause("the attention weights are used",
 MORE_THAN_ATTENTION = Cause("an op of SDPA's backends is used for more than attention: {}",
     "for inference, call F.scaled_dot_product_attention, or read no more than out and lse")
 LSE_USED = Cause("the logsumexp or the maxima are used",
-    "do not ask flex_attention for them, and read none but the first output of FastVideo's op")
+    "do not ask flex_attention or SLA's kernel for them, and read none but the first output of "
+    "FastVideo's op")
 SCORE_MOD = Cause("score_mod changes the scores",
     "nothing to do where the model needs its score_mod")
 MOD_CAPTURES = Cause("score_mod or mask_mod captures tensors or symbolic lengths",
@@ -258,8 +259,12 @@ FROM_POSITIONS = Cause(
 ANOTHER_KERNEL = Cause("`{}` is another library's kernel",
     'call F.scaled_dot_product_attention (attn_implementation="sdpa" in transformers)')
 ANOTHERS_LISTS = Cause("`{}` is another library's kernel for lists of blocks",
-    "call sage_inductor.functional.video_sparse_attention, which has VSA's rule, layout and gate; "
-    "for lists of your own compile flex_attention with a BlockMask")
+    "call sage_inductor.functional.video_sparse_attention, which has VSA's rule, layout and gate, "
+    "or sparse_linear_attention, which has SLA's rule and branch; for lists of your own compile "
+    "flex_attention with a BlockMask")
+SPARGE = Cause("a graph breaks at a kernel of SpargeAttn's ({} graphs so far)",
+    "for SLA call sage_inductor.functional.sparse_linear_attention with the layer's proj_l; else "
+    'give F.scaled_dot_product_attention a policy with "keep"')
 
 # -- attention that is written out by hand (softmax/) ----
 

@@ -9,9 +9,10 @@ from sage_inductor.ops.notes import NOTES
 
 _ATTENTION = re.compile(r"(scaled_dot_product|flex|multi_head)_attention\w*\(")
 _NESTED = re.compile("nested.?tensor", re.I)
-_DOCUMENTS = {  # by the reason's name: lines of packed documents at which a graph breaks
+_TOLD = {  # by the reason's name: lines at which a graph breaks
     "CHUNKED": re.compile(r"split\(.*\.tolist\(\).*\b(k|keys?|key_states)\b"),
     "FROM_POSITIONS": re.compile(r"_is_packed_sequence\("),
+    "SPARGE": re.compile(r"_block_sparse_attn_inst_buf\w*\("),
 }
 
 
@@ -36,8 +37,8 @@ class Seen:
         return list(_dynamo_is_there() and compat.graph_break_reasons or ())
 
     def left_to_eager(self) -> list[str]:
-        """A line for each place where a graph breaks at an attention call, at packed documents or
-        at nested tensors. On a CPU attention to these always breaks it."""
+        """A line for each place where a graph breaks at an attention call, at packed documents, at
+        SpargeAttn's kernels or at nested tensors. On a CPU attention to these always breaks it."""
         from sage_inductor.patterns import reasons  # which takes sympy with it
 
         known, found, told = set(map(id, self._known)), {}, {}
@@ -48,7 +49,7 @@ class Seen:
             line, place = call.line or "", f"{call.filename}:{call.lineno}"
             if _ATTENTION.search(line):
                 found[f"attention at {place}"] = each.reason
-            for name in (name for name, at in _DOCUMENTS.items() if at.search(line)):
+            for name in (name for name, at in _TOLD.items() if at.search(line)):
                 why = getattr(reasons, name)
                 told[place] = f"{place}: {why(self.graphs)}; {why.remedy}"
         for text in self._new_breaks():
