@@ -758,6 +758,31 @@ def test_a_gpu_selects_and_computes_what_its_ops_do_one_by_one(mode, keep):
     assert sage_inductor.report()[0].recipe == RECIPE
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [KEEP, TAIL], ids=["dropped", "tail"])
+@torch.no_grad()
+def test_a_package_on_a_gpu_selects_at_other_lengths(keep, tmp_path):
+    """The lists are new with each."""
+    layer = Layer(512, 128).cuda().bfloat16().eval()
+
+    def given(N):
+        return tokens(N, 2, 1, 512)[:, 0].cuda().bfloat16()
+
+    program = torch.export.export(
+        layer, (given(3000),), dynamic_shapes=({1: torch.export.Dim("N", min=2, max=8192)},)
+    )
+    of_gpu = options(keep, **{"sage.emulate": False, "sage.force": True})
+    path = sage_inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2"), options=of_gpu
+    )
+    assert sage_inductor.report()[0].recipe == RECIPE
+    package = torch._inductor.aoti_load_package(path)
+    for N in (3000, 640, 2049):
+        x = given(N)
+        out, expected, dense = package(x), by_hand(layer, x, keep=keep), layer(x)
+        assert support.relative_l1(out, expected) < 0.2 * support.relative_l1(out, dense)
+
+
 def test_batches_that_share_k_and_v_select_blocks_each_for_itself():
     """They are not stacked: the selector compares queries and keys of one length."""
     q, k, v = torch.randn(3, 2, 320, 2, 32).transpose(2, 3)
