@@ -412,7 +412,7 @@ def for_heads(group, x):
 
 
 @torch.no_grad()
-def selected(group, q, k, v, keep) -> tuple:
+def selected(group, q, k, v, keep, emulate=True) -> tuple:
     """By heads: the output and the report's row. The rows, where keys are gathered."""
 
     def by_heads(q, k, v):
@@ -424,10 +424,11 @@ def selected(group, q, k, v, keep) -> tuple:
         return out, gather_attention(q, k, v, group)
 
     gqa, found = {"enable_gqa": True}, []
-    given = {"sage.emulate": True, "sage.policy": [{"recipe": RECIPE, "keep": keep}]}
+    given = {"sage.policy": [{"recipe": RECIPE, "keep": keep}]}
+    given |= {"sage.emulate" if emulate else "sage.force": True}
     for function in by_heads, by_keys:
         torch._dynamo.reset()
-        with op_by_op():
+        with op_by_op(emulate):
             out = torch.compile(function, backend="sage", options=given, fullgraph=True)(q, k, v)
         found += [out] if function is by_heads else []
         found += [site.reason for site in sage_inductor.report()]
