@@ -25,6 +25,7 @@ Shapes: B = 1, H heads, N tokens, head_dim D; bf16, stored as [B, N, H, D].
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import random
@@ -488,15 +489,20 @@ def links_table() -> str:
 # -- random calls ----
 
 
-def random_calls(count: int, clock: Clock, world: int, rank: int) -> Iterator[dict]:
-    """By the way that is chosen, and on one GPU."""
+def drawn(world: int) -> Iterator[tuple]:
+    """H, H_kv, N, D and is_causal of one call after the other."""
     draw = random.Random(2)  # those of 0 and 1 were looked at when transport.py was written
-    rates = transport.rates_of(dist.group.WORLD, clock.device)
-    for _ in range(count):
+    while True:
         D, groups_of = draw.choice((64, 128)), draw.choice((1, 1, 4))
         H_kv = draw.choice((4, 8, 16))
-        H, N = H_kv * groups_of, world * int(2 ** draw.uniform(*SIZES))
-        is_causal = draw.random() < 0.3
+        N = world * int(2 ** draw.uniform(*SIZES))
+        yield H_kv * groups_of, H_kv, N, D, draw.random() < 0.3
+
+
+def random_calls(count: int, clock: Clock, world: int, rank: int) -> Iterator[dict]:
+    """By the way that is chosen, and on one GPU."""
+    rates = transport.rates_of(dist.group.WORLD, clock.device)
+    for H, H_kv, N, D, is_causal in itertools.islice(drawn(world), count):
         q, k, v = (
             torch.randn(1, N, h, D, device=clock.device, dtype=torch.bfloat16).transpose(1, 2)
             for h in (H, H_kv, H_kv)
