@@ -58,13 +58,13 @@ class Line(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of a group's slowest rank. Lines count the bytes that a rank receives, in one tensor."""
+    """What a group's slowest rank takes. A line counts the bytes that a rank receives."""
 
     gather: Line  # all rows
     exchange: Line  # all rows of some heads, by collectives, with the copies before them
     copy: float  # bytes a second that a rank reads and writes
     launch: float  # seconds, of a kernel on few bytes
-    put: Line | None = None  # rows that others write to its memory; None: they do not map it
+    put: Line | None = None  # rows that others write to its memory; None: it is not mapped
 
 
 class Transfer(NamedTuple):
