@@ -117,9 +117,9 @@ class MappedFiles:
     def seeing(self, name, function):
         """function, of which `did` says when it was called."""
 
-        def seen(*given):
+        def seen(*given, **named):
             self.did.append(name)
-            return function(*given)
+            return function(*given, **named)
 
         return seen
 
@@ -1276,11 +1276,17 @@ def rates_by_files(group, folder: str, seconds: float) -> tuple:
 
     def clock(call, ahead, device):
         memory.ends = [0] * memory.P
+        ahead()
         call()
         return next(of_calls)
 
+    sends = {
+        name: memory.seeing(name, getattr(exchange.compat, name))
+        for name in ("all_gather_single", "all_to_all_single")
+    }
     with (
         mock.patch.multiple(transport, _clock=clock),
+        mock.patch.multiple(exchange.compat, **sends),
         mock.patch.object(peers, "of", lambda *_: memory),
     ):
         rates = transport._measure(group, torch.device("cpu"))
@@ -1296,7 +1302,10 @@ def test_memory_is_used_if_it_is_written_faster_than_collectives_send(
         sent = transport.SENT["cpu"][1] / 2
         assert rates.put == (Line(seconds / 2, sent / (seconds / 2)) if used else None)
         assert rates.gather == Line(0.5, 2 * 2 * sent) and rates.exchange == Line(0.5, 2 * sent)
-        assert did == ["arrive"] * 2 + ["given up"] * (not used)
+        together = ["all_gather_single"]  # before each, and when all have measured
+        measured = together * 2 + (together + together) * 2 + (together + ["all_to_all_single"]) * 2
+        measured += (together + ["arrive"]) * 2 + together
+        assert did == measured + ["given up"] * (not used)
         assert said == [b"\0\7", b"\1\7"]
 
 
