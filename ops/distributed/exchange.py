@@ -24,7 +24,7 @@ ALIGN = 256  # bytes, of each array in a rank's memory
 ONE_KERNEL = 2**25
 
 
-def _each(move: Callable[..., Tensor]):
+def _each(move: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
     """`move`, of each of several tensors."""
     return functools.wraps(move)(lambda self, xs: [move(self, x) for x in xs])
 

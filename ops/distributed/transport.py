@@ -193,9 +193,9 @@ def _measure(group, device: torch.device) -> Rates:
         torch.zeros(size // 128 // P, 1, P, 64, dtype=torch.half, device=device).permute(1, 2, 0, 3)
         for size in sent
     ]
-    moves = [lambda n: Collectives(group, n).rows, lambda n: Collectives(group, n).heads]
+    moves = (lambda n: Collectives(group, n).rows, lambda n: Collectives(group, n).heads)
     if memory is not None and memory.reserve(xs[-1].nbytes):
-        moves.append(lambda n: Peers(memory, n).heads)
+        moves += (lambda n: Peers(memory, n).heads,)
     calls = [lambda: to.copy_(large), lambda: few.fill_(0)]
     calls += [lambda x=x, by=by: by((x.shape[2],) * P)((x,)) for by in moves for x in xs]
 
@@ -241,5 +241,5 @@ def _since(start, device: torch.device) -> float:
     end = _now(device)
     if device.type != "cuda":
         return end - start
-    end.synchronize()
+    torch.cuda.current_stream(device).synchronize()
     return start.elapsed_time(end) / 1e3

@@ -184,9 +184,6 @@ def test_a_gpu_is_timed_by_its_stream_when_it_has_work_before(monkeypatch):
         def __init__(self, enable_timing):
             assert enable_timing
 
-        def synchronize(self):
-            did.append("waited")
-
         def elapsed_time(self, end):
             return 1e3 * (end.at - self.at)
 
@@ -196,7 +193,7 @@ def test_a_gpu_is_timed_by_its_stream_when_it_has_work_before(monkeypatch):
         return event
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    stream = SimpleNamespace(record_event=record_event)
+    stream = SimpleNamespace(record_event=record_event, synchronize=lambda: did.append("waited"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     a_call, ahead = (lambda name=name: did.append(name) for name in ("call", "ahead"))
     once = (transport.IN_A_ROW + 1) / transport.IN_A_ROW  # the first event counts here
