@@ -25,6 +25,7 @@ Shapes: B = 1, H heads, N tokens, head_dim D; bf16, stored as [B, N, H, D].
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import random
@@ -274,8 +275,8 @@ def bandwidths(clock: Clock, world: int, memory: peers.PeerMemory | None) -> lis
 
 
 def put(memory: peers.PeerMemory, x: Tensor) -> None:
-    """x to the next rank, in pieces as heads are."""
-    pieces = x.view(torch.int64).view(-1, 2, transport.ROW // 8).transpose(0, 1)
+    """x to the next rank, in pieces of 128 bytes, as heads are."""
+    pieces = x.view(torch.int64).view(-1, 2, 16).transpose(0, 1)
     to = memory.array((memory.rank + 1) % memory.P, pieces.shape, pieces.dtype, 0)
     to.copy_(pieces)
     memory.arrive()
@@ -452,7 +453,8 @@ def case_table(case: Case, rows: list[dict]) -> str:
 
 # -- slower links ----
 
-COPY, START = 2.6e12, 2e-5  # bytes and seconds, of two H100s
+COPY, START, WRITE = 2.6e12, 2e-5, 6e-6  # bytes and seconds, of two H100s; H200s' of a write
+LAUNCH = 2e-6
 # What joins them, GPUs, bytes a second that one receives, and those written to its memory.
 LINKS = (
     ("NVLink", 8, 226e9, 317e9), ("PCIe", 2, 25e9, 0.0), ("PCIe", 8, 25e9, 0.0),
@@ -467,8 +469,11 @@ def links_table() -> str:
     _, N, H, D = CASES[0]
     for link, P, speed, put in LINKS:
         n = N // P
-        lengths, rates = (n,) * P, transport.Rates(speed, speed, COPY, START, put)
-        call = transport.Transfer(lengths, 1, H, H, D, D, 2, False, True, NAMED[RECIPE])
+        copied = 2 * P / (P - 1) / COPY  # seconds, for a byte that is received
+        gather, exchange = (transport.Line(START, 1 / (1 / speed + x)) for x in (0, copied))
+        write = transport.Line(WRITE, put) if put else None
+        rates = transport.Rates(gather, exchange, COPY, LAUNCH, write)
+        call = transport.Transfer((n,) * P, 1, H, H, D, D, 2, False, True, NAMED[RECIPE])
         ms = {
             way: call.seconds(way, rates) * 1e3
             for way in transport.WAYS
@@ -484,15 +489,20 @@ def links_table() -> str:
 # -- random calls ----
 
 
-def random_calls(count: int, clock: Clock, world: int, rank: int) -> Iterator[dict]:
-    """By the way that is chosen, and on one GPU."""
-    draw = random.Random(1)  # ops/distributed/transport.py was fitted to those of 0
-    rates = transport.rates_of(dist.group.WORLD, clock.device)
-    for _ in range(count):
+def drawn(world: int) -> Iterator[tuple]:
+    """H, H_kv, N, D and is_causal of one call after the other."""
+    draw = random.Random(2)  # those of 0 and 1 were looked at when transport.py was written
+    while True:
         D, groups_of = draw.choice((64, 128)), draw.choice((1, 1, 4))
         H_kv = draw.choice((4, 8, 16))
-        H, N = H_kv * groups_of, world * int(2 ** draw.uniform(*SIZES))
-        is_causal = draw.random() < 0.3
+        N = world * int(2 ** draw.uniform(*SIZES))
+        yield H_kv * groups_of, H_kv, N, D, draw.random() < 0.3
+
+
+def random_calls(count: int, clock: Clock, world: int, rank: int) -> Iterator[dict]:
+    """By the way that is chosen, and on one GPU."""
+    rates = transport.rates_of(dist.group.WORLD, clock.device)
+    for H, H_kv, N, D, is_causal in itertools.islice(drawn(world), count):
         q, k, v = (
             torch.randn(1, N, h, D, device=clock.device, dtype=torch.bfloat16).transpose(1, 2)
             for h in (H, H_kv, H_kv)

@@ -91,10 +91,8 @@ def gather_attention(
         raise RuntimeError("sage_inductor.gather_attention has no gradient: use torch.no_grad()")
     name = (group or dist.group.WORLD).group_name
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    lengths = [] if lengths == ASK else lengths
-    out, lse = torch.ops.sage.gather_sdpa(
-        q, k, v, name, is_causal, scale, _encoded(recipe), lengths
-    )
+    asked = is_causal, scale, _encoded(recipe), [] if lengths == ASK else lengths
+    out, lse = torch.ops.sage.gather_sdpa(q, k, v, name, *asked)
     return (out, lse) if return_lse else out
 
 

@@ -24,7 +24,7 @@ ALIGN = 256  # bytes, of each array in a rank's memory
 ONE_KERNEL = 2**25
 
 
-def _each(move: Callable[..., Tensor]):
+def _each(move: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
     """`move`, of each of several tensors."""
     return functools.wraps(move)(lambda self, xs: [move(self, x) for x in xs])
 
@@ -41,8 +41,7 @@ class Collectives(NamedTuple):
         if len(rows) < longest:
             rows = torch.cat([rows, rows.new_zeros(longest - len(rows), *rows.shape[1:])])
         mine = rows.contiguous()
-        everyones = all_gather(_bytes(mine), self.group).view(x.dtype)
-        everyones = everyones.view(len(self.lengths), *mine.shape)
+        everyones = all_gather(_bytes(mine), self.group).view(x.dtype).view(-1, *mine.shape)
         if min(self.lengths) == longest:
             rows = everyones.flatten(0, 1)
         else:
@@ -102,7 +101,7 @@ class Peers:
     def _put(self, sent: Sequence[tuple]) -> list[Tensor]:
         """A part of each tensor to each rank, there at an index of an array of a shape. Returns
         this rank's arrays, when all ranks have written."""
-        found, to, xs = [], [], []
+        found, pairs = [], []
         for parts, shapes, index in sent:
             arrays = [
                 self.memory.array(rank, shape, part.dtype, self.at)
@@ -110,16 +109,14 @@ class Peers:
             ]
             first = self.memory.rank + 1  # no two ranks write to the same one at a time
             for rank in (*range(first, len(parts)), *range(first)):
-                pair = _wide_pair(arrays[rank][index], parts[rank])
-                to.append(pair[0])
-                xs.append(pair[1])
+                pairs.append(_wide_pair(arrays[rank][index], parts[rank]))
             most = max(math.prod(shape) for shape in shapes) * parts[0].dtype.itemsize
             self.at += most + -most % ALIGN
             found.append(arrays[self.memory.rank])
-        if sum(x.nbytes for x in xs) < ONE_KERNEL:
-            compat.foreach_copy(to, xs)
+        if sum(x.nbytes for _, x in pairs) < ONE_KERNEL:
+            compat.foreach_copy(*map(list, zip(*pairs, strict=True)))
         else:
-            for array, part in zip(to, xs, strict=True):
+            for array, part in pairs:
                 array.copy_(part)
         self.memory.arrive()
         return found

@@ -286,12 +286,8 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
     for to, x in zip(_views(mine, specs), own, strict=True):
         to[tuple(map(slice, x.shape))] = x
     *sampled, k_leading, v_leading, extremes = _views(all_gather(mine, group), specs)
-    k_mean, v_mean, v_amax = estimate(
-        *(
-            torch.cat([y[:, :, : len(s)] for y, s in zip(x, samples, strict=True)], 2)
-            for x in sampled
-        )
-    )
+    sampled = [[y[:, :, : len(s)] for y, s in zip(x, samples, strict=True)] for x in sampled]
+    k_mean, v_mean, v_amax = estimate(*(torch.cat(each, 2) for each in sampled))
     v_amax = v_amax.clamp(min=TINY)
     distance = (extremes.float() - v_mean).abs().amax((0, 1))  # [B, H_kv, D_v], of all rows
     is_exceeded = ~(distance <= v_amax).all(2, keepdim=True)  # so is NaN
@@ -333,20 +329,20 @@ def _quantize(
 
 
 def _sizes(specs: Sequence[tuple]) -> list[int]:
-    return [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+    return [n + -n % ALIGN for n in sizes]
 
 
 def _message(specs: Sequence[tuple], device: torch.device) -> Tensor:
-    return torch.empty(sum(n + -n % ALIGN for n in _sizes(specs)), dtype=torch.uint8, device=device)
+    return torch.empty(sum(_sizes(specs)), dtype=torch.uint8, device=device)
 
 
 def _views(messages: Tensor, specs: Sequence[tuple]) -> list[Tensor]:
     """[*shape] in a message, [P, *shape] in those of all ranks."""
-    sizes = _sizes(specs)
-    parts = messages.split([n + -n % ALIGN for n in sizes], -1)
+    parts = messages.split(_sizes(specs), -1)
     return [
-        part[..., :n].view(dtype).unflatten(-1, shape)
-        for part, n, (shape, dtype) in zip(parts, sizes, specs, strict=True)
+        part.view(dtype)[..., : math.prod(shape)].unflatten(-1, shape)
+        for part, (shape, dtype) in zip(parts, specs, strict=True)
     ]
 
 

@@ -120,9 +120,8 @@ def _meet(group, device: torch.device) -> PeerMemory | None:
     # which GPUs reach each other wrongly.
     by_cuda = compat.symmetric_backend is None or compat.symmetric_backend(device) in (None, "CUDA")
     mapped &= by_cuda and os.environ.get("NCCL_P2P_DISABLE", "0") == "0"
-    if not _all(mapped, group, device):
-        return None
-    return PeerMemory(group, device, min(int(limit) for limit, _ in texts))
+    limit = min(int(its) for its, _ in texts)
+    return PeerMemory(group, device, limit) if _all(mapped, group, device) else None
 
 
 def _name(device) -> str:

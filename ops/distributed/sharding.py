@@ -149,12 +149,7 @@ def _whole(dim: int) -> Replicate:
     return Replicate()
 
 
-def _stats(dim: int) -> Shard:
-    """Of [2, B, H, N]."""
-    return Shard(dim + 1)
-
-
-_KEPT = [_stats, *[Shard] * 9]  # of sage::rowscaled
+_KEPT = [lambda dim: Shard(dim + 1), *[Shard] * 9]  # of sage::rowscaled; the first [2, B, H, N]
 _by_batch_and_heads(sage.cube_order.default, [_whole], [Shard], k=0)
 _by_batch_and_heads(sage.sagebwd.default, [Shard] * 6, [Shard] * 3)
 _by_batch_and_heads(sage.sagebwd_backward.default, [Shard] * 3, [Shard] * 8)

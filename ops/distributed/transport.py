@@ -1,9 +1,10 @@
 """How keys travel between the ranks of ``sage::gather_sdpa``: the way of the least predicted time.
 
-The bytes that a rank receives, copies and prepares are counted. The rates are measured when a group
-first meets, which takes two H200s some 10 ms by count. The slowest rank's count on all ranks, so
-every rank chooses the same way. If the ranks map each other's memory (peers.py), rows are written
-there.
+The bytes that a rank receives, copies and prepares are counted. What they take is measured when a
+group first meets, by what a call sends them by: two sizes say what a message takes that has no
+bytes, and what a byte adds, whatever the number of ranks. Two H200s need some 25 ms by count. The
+slowest rank's count on all ranks, so every rank chooses the same way. If the ranks map each other's
+memory (peers.py), rows are written there.
 
 Shapes: gather.py's.
 """
@@ -17,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_inductor.ops import compat
 from sage_inductor.ops.distributed import peers
-from sage_inductor.ops.distributed.exchange import ALIGN, all_gather
+from sage_inductor.ops.distributed.exchange import ALIGN, Collectives, Peers, all_gather
 from sage_inductor.ops.gpus import captures
 from sage_inductor.ops.notes import NOTES
 from sage_inductor.ops.recipe import Recipe
@@ -29,29 +29,42 @@ WAYS = {  # as reports say it
     "heads": "all rows of some heads, exchanged",
     "codes": "8-bit codes of k and v, gathered",
 }
-# Bytes that a rank sends and copies to measure its group: enough for full speed, and more than any
-# L2. On a CPU kernels are emulated, and nobody waits for keys.
-SENT = {"cuda": 2**26, "cpu": 2**16}
-COPIED = {"cuda": 2**27, "cpu": 2**16}
-REPEATS, IN_A_ROW = 2, 4
-ROW = 128  # bytes that are written in one piece, as a head's are
+# Bytes that a rank sends to measure its group: a short call's, and a long one's. It copies twice as
+# many, more than any L2. On a CPU kernels are emulated, and nobody waits for keys.
+SENT = {"cuda": (2**20, 2**26), "cpu": (2**14, 2**16)}
+REPEATS, IN_A_ROW = 3, 4
+AHEAD = 8  # copies, 0.5 ms: more than the host takes to launch IN_A_ROW exchanges
 # Two H100s and two H200s, torch 2.11 (bench/results/*/2026-11-28-parallel.json):
 FLOPS = 0.95e15  # 8-bit attention's a second, of long calls
 EXPONENTIAL = 200  # D + D_v of the products that take as long as the exponential of a pair
 STRIDED = 2.0  # times as long as a copy of as many bytes: codes that are padded
-SMALL = {"rows": 0.0, "heads": 2e-5, "codes": 9e-5}  # seconds of kernels on few bytes
-WRITTEN = {"rows": 3.6e-5, "heads": 4.3e-5}  # of the same, if rows are written
+KERNELS = 50, 3  # on few bytes, for codes: of a call, and of each rank (counted)
 HOST = {"rows": 1.6e-3, "heads": 2.2e-3, "codes": 4.2e-3}  # seconds of a call in eager
 
 
-class Rates(NamedTuple):
-    """Rates of a group's slowest rank."""
+class Line(NamedTuple):
+    """Seconds of a message: start + bytes / rate."""
 
-    gather: float  # bytes a second that a rank receives in an all_gather
-    exchange: float  # in an all_to_all
+    start: float
+    rate: float
+
+    @classmethod
+    def through(cls, sizes: Sequence[float], seconds: Sequence[float]) -> "Line":
+        """sizes, seconds: of a small and of a large message. The start is at most half of the large
+        one's time: if it seems longer, something held up the small one."""
+        (small, large), (its, whole) = sizes, seconds
+        start = min(max((large * its - small * whole) / (large - small), 0.0), whole / 2)
+        return cls(start, large / (whole - start))
+
+
+class Rates(NamedTuple):
+    """What a group's slowest rank takes. A line counts the bytes that a rank receives."""
+
+    gather: Line  # all rows
+    exchange: Line  # all rows of some heads, by collectives, with the copies before them
     copy: float  # bytes a second that a rank reads and writes
-    start: float  # seconds, a collective of few bytes
-    put: float = 0.0  # bytes a second that a rank writes to the others; 0: it does not map them
+    launch: float  # seconds, of a kernel on few bytes
+    put: Line | None = None  # rows that others write to its memory; None: it is not mapped
 
 
 class Transfer(NamedTuple):
@@ -94,16 +107,14 @@ class Transfer(NamedTuple):
 
     def written(self, way: str) -> int:
         """Bytes in a rank's memory that hold what it is sent, if the ranks map it."""
-        P, N, most = len(self.lengths), sum(self.lengths), max(self.lengths)
-        if way == "rows":
-            sizes = [N * self.H_kv * D * self.itemsize for D in (self.D, self.D_v)]
-        elif way == "heads":
-            q, k, v = ((self.H_q, self.D), (self.H_kv, self.D), (self.H_kv, self.D_v))
-            sizes = [N * H // P * D * self.itemsize for H, D in (q, k, v)]
-            sizes += [most * self.H_q * self.D_v * self.itemsize, most * self.H_q * 4]  # out, lse
-        else:
-            sizes = []
-        return sum(self.B * size + ALIGN for size in sizes)
+        if way == "codes":
+            return 0
+        P, N = len(self.lengths), sum(self.lengths)
+        size = N * self.H_kv * (self.D + self.D_v) * self.itemsize
+        if way == "heads":  # of q, too, and of out and lse
+            size = (size + N * self.H_q * self.D * self.itemsize) // P
+            size += max(self.lengths) * self.H_q * (self.D_v * self.itemsize + 4)
+        return self.B * size + 5 * ALIGN
 
     def seconds(self, way: str, rates: Rates) -> float:
         """The whole call's time without the host's part, on the rank that computes most."""
@@ -111,27 +122,24 @@ class Transfer(NamedTuple):
         of_kv = self.B * self.H_kv * (self.D + self.D_v)  # numbers of a row of keys
         of_q = self.B * self.H_q * (self.D + self.D_v)  # and of a row of queries and outputs
         prepared = of_kv * (self.itemsize + 1)  # bytes read and written for a row of keys
-        by_peers = rates.put > 0 and way in WRITTEN
+        ends = rates.gather.start  # of what the ranks agree on
         if way == "codes":
-            received, starts, rate = (P - 1) * n * of_kv, 3, rates.gather
+            line, messages, received = rates.gather, 2, (P - 1) * n * of_kv
             copied = n * prepared + STRIDED * 2 * (n + N) * of_kv
+            ends += (KERNELS[0] + KERNELS[1] * P) * rates.launch
         elif way == "rows":
-            sent = n * of_kv * self.itemsize
-            received, starts, rate = (P - 1) * sent, 3, rates.gather
-            copied = N * prepared + 2 * sent * by_peers
-        else:
-            sent, of_out = n * (of_kv + of_q) * self.itemsize, of_q * n * self.itemsize
-            received, starts, rate = (P - 1) / P * sent, 6, rates.exchange
-            copied = N * prepared / P + (2 * sent / P + of_out if by_peers else 2 * sent)
-        if by_peers:
-            starts, rate = 1, rates.put
-        ends = starts * rates.start + received / rate
+            line, messages = (rates.put, 1) if rates.put else (rates.gather, 2)
+            received, copied = (P - 1) * n * of_kv * self.itemsize, N * prepared
+        else:  # to this rank, and back
+            line, messages = (rates.put, 2) if rates.put else (rates.exchange, 5)
+            received = (P - 1) / P * n * (of_kv + of_q) * self.itemsize
+            copied = N * prepared / P + n * of_q * self.itemsize
+        ends += messages * line.start + received / line.rate
         pairs = n * N
         if self.is_causal:  # the last rank's queries see most keys; by heads all ranks see as many
             pairs = n * N / 2 if way == "heads" else n * (N - n / 2)
         products = 2 * self.B * self.H_q * max(self.D + self.D_v, EXPONENTIAL) * pairs
-        small = (WRITTEN if by_peers else SMALL)[way]
-        return ends + small + copied / rates.copy + products / FLOPS
+        return ends + copied / rates.copy + products / FLOPS
 
 
 def choose(transfer: Transfer, group, device: torch.device) -> str:
@@ -140,28 +148,24 @@ def choose(transfer: Transfer, group, device: torch.device) -> str:
         return "rows"
     memory, rates = peers.of(group, device), rates_of(group, device)
     host = {} if captures(device) else HOST
-    times, by_peers = {}, {}
+    times, mapped = {}, {}
     for way in WAYS:
         if transfer.why_not(way) is None:
             size = transfer.written(way)
-            by_peers[way] = memory is not None and way in WRITTEN and memory.fits(size)
-            its = rates if by_peers[way] else rates._replace(put=0.0)
+            mapped[way] = memory is not None and size > 0 and memory.fits(size)
+            its = rates if mapped[way] else rates._replace(put=None)
             times[way] = max(host.get(way, 0), transfer.seconds(way, its))
     best = min(times, key=times.__getitem__)
-    by_peers[best] = by_peers[best] and memory.reserve(transfer.written(best))
-    how = "written to the GPUs' memory" if by_peers[best] else "by collectives"
-    # By call but for its lengths.
-    NOTES[(len(transfer.lengths), *transfer[1:])] = _line(transfer, best, how, times)
-    return best
-
-
-def _line(transfer: Transfer, best: str, how: str, times: dict[str, float]) -> str:
-    others = ", ".join(f"{way} {seconds * 1e3:.3g}" for way, seconds in times.items())
+    mapped[best] = mapped[best] and memory.reserve(transfer.written(best))
+    how = "written to the GPUs' memory" if mapped[best] else "by collectives"
     what = WAYS[best].format(bits=transfer.itemsize * 8)
-    return (
+    predicted = ", ".join(f"{way} {seconds * 1e3:.3g}" for way, seconds in times.items())
+    # By call but for its lengths.
+    NOTES[(len(transfer.lengths), *transfer[1:])] = (
         f"gather_attention of {len(transfer.lengths)} ranks, {sum(transfer.lengths)} keys, "
-        f"{transfer.H_q} heads of {transfer.D}: {what}, {how} (predicted ms: {others})"
+        f"{transfer.H_q} heads of {transfer.D}: {what}, {how} (predicted ms: {predicted})"
     )
+    return best
 
 
 # -- the rates of a group ----
@@ -182,58 +186,60 @@ def rates_of(group, device: torch.device) -> Rates:
 
 
 def _measure(group, device: torch.device) -> Rates:
-    P, sent, copied = group.size(), SENT[device.type], COPIED[device.type]
-    mine = torch.zeros(sent - sent % (P * ROW), dtype=torch.uint8, device=device)
-    everyones, other = mine.new_empty(P * mine.numel()), torch.empty_like(mine)
-    large = torch.zeros(copied, dtype=torch.uint8, device=device)
-    to = torch.empty_like(large)
-    few, of_few = mine[:64], everyones[: 64 * P]
-    each = [mine.numel() // P] * P
-    calls = [
-        lambda: compat.all_gather_single(everyones, mine, group=group),
-        lambda: compat.all_to_all_single(other, mine, each, each, group=group),
-        lambda: to.copy_(large),
-        lambda: compat.all_gather_single(of_few, few, group=group),
+    P, memory, sent = group.size(), peers.of(group, device), SENT[device.type]
+    large = torch.zeros(2 * sent[-1], dtype=torch.uint8, device=device)
+    to, few = torch.empty_like(large), large[:64]
+    xs = [  # as a projection stores N_r rows of P heads of 128 bytes
+        torch.zeros(size // 128 // P, 1, P, 64, dtype=torch.half, device=device).permute(1, 2, 0, 3)
+        for size in sent
     ]
-    memory = peers.of(group, device)
-    if memory is not None and memory.reserve(mine.numel()):
-        calls.append(lambda: _put(mine, memory))
-    ours = [_clock(call, device) for call in calls]
-    ours = torch.tensor(ours, dtype=torch.float64, device=device).view(torch.uint8)
-    theirs = all_gather(ours, group).view(torch.float64)  # [P, calls]
-    gather, exchange, copy, start, *put = theirs.amax(0).tolist()
-    received = (P - 1) * mine.numel()
-    rates = Rates(received / gather, received / P / exchange, 2 * copied / copy, start)
-    if put and put[0] > exchange:  # some GPUs reach each other slowly over PCIe
+    moves = (lambda n: Collectives(group, n).rows, lambda n: Collectives(group, n).heads)
+    if memory is not None and memory.reserve(xs[-1].nbytes):
+        moves += (lambda n: Peers(memory, n).heads,)
+    calls = [lambda: to.copy_(large), lambda: few.fill_(0)]
+    calls += [lambda x=x, by=by: by((x.shape[2],) * P)((x,)) for by in moves for x in xs]
+
+    def ahead() -> None:
+        all_gather(few, group)  # the ranks begin together
+        for _ in range(AHEAD):
+            to.copy_(large)
+
+    ours = torch.tensor([_clock(call, ahead, device) for call in calls], dtype=torch.float64)
+    theirs = all_gather(ours.view(torch.uint8).to(device), group).view(torch.float64)  # [P, calls]
+    (copy, launch), *times = theirs.amax(0).view(-1, 2).tolist()
+    if len(times) == 3 and times[2][1] > times[1][1]:  # some GPUs reach each other slowly over PCIe
         memory.give_up()
-    elif put:
-        rates = rates._replace(put=received / P / put[0])
-    return rates
+        times.pop()
+    gather, exchange, *put = (
+        Line.through([each * (P - 1) / P * x.nbytes for x in xs], its)
+        for each, its in zip((P, 1, 1), times, strict=False)
+    )
+    return Rates(gather, exchange, 2 * large.nbytes / copy, launch, *put)
 
 
-def _put(mine: Tensor, memory: peers.PeerMemory) -> None:
-    """A part to each other rank."""
-    for rank, part in enumerate(mine.view(torch.int64).view(-1, memory.P, ROW // 8).unbind(1)):
-        if rank != memory.rank:
-            at = memory.rank * part.nbytes
-            memory.array(rank, part.shape, part.dtype, at).copy_(part)
-    memory.arrive()
-
-
-def _clock(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one of several in a row, the least of several times."""
+def _clock(call: Callable[[], object], ahead: Callable[[], None], device: torch.device) -> float:
+    """Seconds of one of several in a row, the least of several times. A GPU is kept busy before, so
+    that it waits for the host no more than in a CUDA graph. Nobody waits for other streams, where
+    another group's sends and receives may wait for this rank."""
     best = math.inf
     for _ in range(REPEATS):
-        _synchronize(device)
-        start = time.perf_counter()
+        ahead()
+        start = _now(device)
         for _ in range(IN_A_ROW):
             call()
-        _synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, _since(start, device))
     return best / IN_A_ROW
 
 
-def _synchronize(device: torch.device) -> None:
-    """Not with other streams, where another group's sends and receives may wait for this rank."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def _now(device: torch.device):
+    if device.type != "cuda":
+        return time.perf_counter()
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
+
+
+def _since(start, device: torch.device) -> float:
+    end = _now(device)
+    if device.type != "cuda":
+        return end - start
+    torch.cuda.current_stream(device).synchronize()
+    return start.elapsed_time(end) / 1e3

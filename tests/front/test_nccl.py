@@ -54,6 +54,26 @@ def test_calls_on_two_streams_do_not_write_over_each_other(tmp_path):
 
 
 @pytest.mark.gpu
+def test_two_gpus_select_the_blocks_that_one_does(tmp_path):
+    """By Ulysses' exchange. Where keys are gathered, a reason says that none are selected."""
+    found, printed = run("selected", tmp_path)
+    names = "a tail", "cubes", "cubes, segments", "sla", "sol", "error"
+    assert found == {r: {name: [True] * 3 for name in names} for r in range(2)}, printed
+
+
+@pytest.mark.gpu
+def test_a_line_of_two_timings_says_what_lies_between_takes_in_a_graph(tmp_path):
+    """Of 8 MiB a rank. Everything is between the small and the large one, by half to twice."""
+    found, printed = run("rates", tmp_path)
+    for each in found.values():
+        assert each["rates"] == found[0]["rates"]
+        for name, (took, line) in each["between"].items():
+            assert took / 2 < line < took * 2, (name, each)
+        assert 0 < each["launch"] < 2e-5
+    assert len(found) == 2, printed
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("what", ["recipes", "lengths"])
 def test_ranks_that_disagree_are_told_by_the_device(what, tmp_path):
     found, printed = run(what, tmp_path)
@@ -86,8 +106,8 @@ def test_a_rank_that_ends_within_a_call_is_an_error_on_the_other(tmp_path):
 
 @torch.no_grad()
 def main(what: str, folder: Path) -> None:
-    from sage_inductor import gather_attention
-    from sage_inductor.ops.distributed import peers
+    from sage_inductor import attention, config, gather_attention
+    from sage_inductor.ops.distributed import exchange, peers, transport
     from sage_inductor.ops.recipe import NAMED
     from sage_inductor.ops.sdpa import SdpaCall, compose
 
@@ -126,6 +146,44 @@ def main(what: str, folder: Path) -> None:
         out = torch.ops.sage.gather_sdpa(*mine, dist.group.WORLD.group_name, *asked)[0]
         assert memory is None or memory.bytes > 2 * mine[1].nbytes
         return out
+
+    def selected():
+        import test_parallel  # all that six processes do on CPU
+
+        found = {}
+        for name, keep in test_parallel.KEEPS.items():
+            N = 440 if "dense_last" in keep else 512
+            whole = [x[:, :, :N].contiguous() for x in qkv]
+            policy = [{"recipe": test_parallel.RECIPE, "keep": keep}]
+            with config.patch(force=True, policy=policy):
+                alone = attention(*whole).chunk(2, 1)[rank]
+            part = [x.chunk(2, 2)[rank] for x in whole]
+            out, *reasons, _ = test_parallel.selected(dist.group.WORLD, *part, keep, emulate=False)
+            found[name] = [
+                out.equal(alone), "keep {" in reasons[0], "for self-attention" in reasons[1]
+            ]  # fmt: skip
+        return found
+
+    def rates():
+        group, lengths = dist.group.WORLD, (2**15,) * 2
+        x = torch.zeros(2**15, 1, 2, 64, device="cuda").half().permute(1, 2, 0, 3)
+        measured, memory = transport.rates_of(group, x.device), peers.of(group, x.device)
+        by = exchange.Collectives(group, lengths)
+        calls = {"gather": (by.rows, x.nbytes), "exchange": (by.heads, x.nbytes / 2)}
+        if measured.put:
+            put = lambda xs: exchange.Peers(memory, lengths).heads(xs)  # noqa: E731
+            calls["put"] = put, x.nbytes / 2
+        between = {}
+        for name, (call, received) in calls.items():
+            line, graph = getattr(measured, name), torch.cuda.CUDAGraph()
+            call((x,))
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(20):
+                    call((x,))
+            took = [transport._clock(graph.replay, lambda: None, x.device) / 20 for _ in range(3)]
+            between[name] = min(took), line.start + received / line.rate
+        return {"rates": measured, "between": between, "launch": measured.launch}
 
     def streams():
         """Calls that differ in size, so that what one writes is where another reads. A long one is
@@ -169,6 +227,8 @@ def main(what: str, folder: Path) -> None:
         "asked": lambda: {"out": gather(*mine, recipe=OTHER if rank else RECIPE, lengths="ask")},
         "absent": absent,
         "streams": streams,
+        "selected": selected,
+        "rates": rates,
         "late": late,
     }
     gather(*mine)  # the group is measured

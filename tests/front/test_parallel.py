@@ -33,7 +33,7 @@ from sage_inductor.choose import timing
 from sage_inductor.ops import notes
 from sage_inductor.ops.distributed import exchange, gather, peers, sharding, transport
 from sage_inductor.ops.distributed.gather import Shards
-from sage_inductor.ops.distributed.transport import Rates, Transfer
+from sage_inductor.ops.distributed.transport import Line, Rates, Transfer
 from sage_inductor.ops.formats import K_BLOCK, MAX_ROWS
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.register import OPAQUE
@@ -117,9 +117,9 @@ class MappedFiles:
     def seeing(self, name, function):
         """function, of which `did` says when it was called."""
 
-        def seen(*given):
+        def seen(*given, **named):
             self.did.append(name)
-            return function(*given)
+            return function(*given, **named)
 
         return seen
 
@@ -412,7 +412,7 @@ def for_heads(group, x):
 
 
 @torch.no_grad()
-def selected(group, q, k, v, keep) -> tuple:
+def selected(group, q, k, v, keep, emulate=True) -> tuple:
     """By heads: the output and the report's row. The rows, where keys are gathered."""
 
     def by_heads(q, k, v):
@@ -424,10 +424,11 @@ def selected(group, q, k, v, keep) -> tuple:
         return out, gather_attention(q, k, v, group)
 
     gqa, found = {"enable_gqa": True}, []
-    given = {"sage.emulate": True, "sage.policy": [{"recipe": RECIPE, "keep": keep}]}
+    given = {"sage.policy": [{"recipe": RECIPE, "keep": keep}]}
+    given |= {"sage.emulate" if emulate else "sage.force": True}
     for function in by_heads, by_keys:
         torch._dynamo.reset()
-        with op_by_op():
+        with op_by_op(emulate):
             out = torch.compile(function, backend="sage", options=given, fullgraph=True)(q, k, v)
         found += [out] if function is by_heads else []
         found += [site.reason for site in sage_inductor.report()]
@@ -1149,10 +1150,10 @@ def transfer(P=2, N=75600, H=40, D=128, recipe=RECIPE, **given) -> Transfer:
     return Transfer(**{**fields, **given})
 
 
-NVLINK = Rates(gather=209e9, exchange=226e9, copy=4e12, start=2.4e-5)  # two H200s
-WRITTEN = NVLINK._replace(put=326e9)
+NVLINK = Rates(Line(1.5e-5, 244e9), Line(1.5e-5, 207e9), 3.8e12, 2.2e-6)  # two H200s
+WRITTEN = NVLINK._replace(put=Line(6e-6, 307e9))
 LIMIT = 10**9  # bytes of a rank's memory that others may write to
-PCIE = Rates(gather=20e9, exchange=20e9, copy=2e12, start=4e-5)
+PCIE = Rates(Line(4e-5, 20e9), Line(4e-5, 20e9), 2e12, 2.2e-6)
 
 
 @pytest.mark.parametrize(
@@ -1183,22 +1184,30 @@ def test_the_report_says_so_if_there_is_no_memory_after_all():
 
 
 @pytest.mark.parametrize(
-    "way, sent, copied, calls",
+    "way, mapped, sends, messages, received, copied",
     [
-        # Numbers of 1000 rows of 2 heads of 64: a rank's k and v, or q, k, v and the output.
-        ("rows", 256e3 * 2, 512e3 * 3 + 2 * 256e3 * 2, 1),
-        ("heads", 512e3 * 2 / 2, 512e3 * 3 / 2 + 2 * 512e3 * 2 / 2 + 256e3 * 2, 1),
-        ("codes", 256e3, 256e3 * 3 + 2.0 * 2 * 768e3, 3),
+        # Bytes of 1000 rows of 2 heads of 64: a rank's k and v, or q, k, v and the output.
+        ("rows", False, "gather", 2, 512e3, 2 * 768e3),
+        ("rows", True, "put", 1, 512e3, 2 * 768e3),
+        ("heads", False, "exchange", 5, 1024e3 / 2, 768e3 + 512e3),
+        ("heads", True, "put", 2, 1024e3 / 2, 768e3 + 512e3),
+        ("codes", True, "gather", 2, 256e3, 768e3 + 2.0 * 2 * 768e3),
     ],
 )
-def test_the_bytes_that_are_written_and_copied_are_counted(way, sent, copied, calls):
-    call, free = transfer(N=2000, H=2, D=64), Rates(*[math.inf] * 3, 0.0, math.inf)
-    computed = call.seconds(way, free)
-    rates = free._replace(put=1e9, gather=1e9, copy=1e8, start=1e-3)
-    expected = sent / 1e9 + copied / 1e8 + calls * 1e-3
-    assert call.seconds(way, rates) - computed == pytest.approx(expected)
-    by_small = transport.WRITTEN.get(way, transport.SMALL[way])
-    assert computed == pytest.approx(by_small + 2 * 2 * 200 * 1000 * 2000 / transport.FLOPS)
+def test_the_bytes_that_are_sent_and_copied_are_counted(
+    way, mapped, sends, messages, received, copied
+):
+    call, free = transfer(N=2000, H=2, D=64), Line(0.0, math.inf)
+    rates = Rates(free, free, math.inf, 0.0, free if mapped else None)
+    computed = call.seconds(way, rates)
+    assert computed == pytest.approx(2 * 2 * 200 * 1000 * 2000 / transport.FLOPS)
+    line = Line(1e-3, 1e9)
+    assert call.seconds(way, rates._replace(**{sends: line})) - computed == pytest.approx(
+        received / 1e9 + (messages + (sends == "gather")) * 1e-3  # what the ranks agree on
+    )
+    assert call.seconds(way, rates._replace(copy=1e8)) - computed == pytest.approx(copied / 1e8)
+    launched = call.seconds(way, rates._replace(launch=1.0)) - computed
+    assert launched == pytest.approx(50 + 2 * 3 if way == "codes" else 0)
 
 
 @pytest.mark.parametrize(
@@ -1207,13 +1216,13 @@ def test_the_bytes_that_are_written_and_copied_are_counted(way, sent, copied, ca
 def test_of_a_causal_call_the_pairs_of_the_last_rank_are_counted(way, pairs):
     """Of 2000 rows the second half sees 1500 keys a row, and half of the heads 1000."""
     full, causal = (transfer(N=2000, H=2, is_causal=each) for each in (False, True))
-    free = Rates(*[math.inf] * 3, 0.0, math.inf)
+    free = Rates(*[Line(0.0, math.inf)] * 2, math.inf, 0.0)
     saved = full.seconds(way, free) - causal.seconds(way, free)
     left_out = 1000 * 2000 - pairs // 2
     assert saved == pytest.approx(2 * 2 * 256 * left_out / transport.FLOPS, rel=1e-3)
 
 
-@pytest.mark.parametrize("way", transport.WRITTEN)
+@pytest.mark.parametrize("way", ["rows", "heads"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_ranks_are_sent_fits_what_is_asked_for(way, rank):
     lengths, N = (70, 33), 103
@@ -1233,7 +1242,7 @@ def test_what_ranks_are_sent_fits_what_is_asked_for(way, rank):
 
 
 def test_few_channels_wait_for_exponentials():
-    free = Rates(gather=math.inf, exchange=math.inf, copy=math.inf, start=0.0)
+    free = Rates(*[Line(0.0, math.inf)] * 2, math.inf, 0.0)
     few, some, many = (transfer(D=D).seconds("rows", free) for D in (64, 100, 128))
     assert few == some == pytest.approx(many * 200 / 256)
 
@@ -1253,7 +1262,7 @@ def choose(call: Transfer, rates: Rates, has_it: bool = True) -> str:
     whom = f"{len(call.lengths)} ranks, {sum(call.lengths)} keys, {call.H_q} heads of {call.D}: "
     before, _, predicted = line.partition(" (predicted ms: rows ")
     assert before.endswith(f"{whom}{transport.WAYS[found].format(bits=16)}, {how}")
-    timed = rates if call.written("rows") < LIMIT else rates._replace(put=0.0)
+    timed = rates if call.written("rows") < LIMIT else rates._replace(put=None)
     assert float(predicted.split(",")[0].strip(")")) == pytest.approx(
         1e3 * call.seconds("rows", timed), rel=5e-3
     )
@@ -1262,15 +1271,22 @@ def choose(call: Transfer, rates: Rates, has_it: bool = True) -> str:
 
 
 def rates_by_files(group, folder: str, seconds: float) -> tuple:
-    """The rates, when a write takes so long and everything else one second; whether it is used."""
-    memory, of_calls = MappedFiles(group, folder), iter([1.0] * 4 + [seconds])
+    """The rates, when a large write takes so long and everything else one second; what is done."""
+    memory, of_calls = MappedFiles(group, folder), iter([1.0] * 7 + [seconds])
 
-    def clock(call, device):
+    def clock(call, ahead, device):
+        memory.ends = [0] * memory.P
+        ahead()
         call()
         return next(of_calls)
 
+    sends = {
+        name: memory.seeing(name, getattr(exchange.compat, name))
+        for name in ("all_gather_single", "all_to_all_single")
+    }
     with (
         mock.patch.multiple(transport, _clock=clock),
+        mock.patch.multiple(exchange.compat, **sends),
         mock.patch.object(peers, "of", lambda *_: memory),
     ):
         rates = transport._measure(group, torch.device("cpu"))
@@ -1283,16 +1299,23 @@ def test_memory_is_used_if_it_is_written_faster_than_collectives_send(
     ranks, tmp_path, seconds, used
 ):
     for rates, did, said in ranks(rates_by_files, *[(str(tmp_path), seconds)] * 2):
-        assert rates.put == (transport.SENT["cpu"] / 2 / seconds if used else 0)
-        assert did == ["arrive"] + ["given up"] * (not used)
+        sent = transport.SENT["cpu"][1] / 2
+        assert rates.put == (Line(seconds / 2, sent / (seconds / 2)) if used else None)
+        assert rates.gather == Line(0.5, 2 * 2 * sent) and rates.exchange == Line(0.5, 2 * sent)
+        together = ["all_gather_single"]  # before each, and when all have measured
+        measured = together * 2 + (together + together) * 2 + (together + ["all_to_all_single"]) * 2
+        measured += (together + ["arrive"]) * 2 + together
+        assert did == measured + ["given up"] * (not used)
         assert said == [b"\0\7", b"\1\7"]
 
 
 def test_a_rate_is_that_of_one_call_of_several(monkeypatch):
-    calls = []
+    calls, before = [], []
     monkeypatch.setattr(transport.time, "perf_counter", lambda: 0.5 * len(calls))
-    assert transport._clock(lambda: calls.append(1), torch.device("cpu")) == 0.5
+    ahead = lambda: before.append(len(calls))  # noqa: E731
+    assert transport._clock(lambda: calls.append(1), ahead, torch.device("cpu")) == 0.5
     assert len(calls) == transport.REPEATS * transport.IN_A_ROW
+    assert before == [n * transport.IN_A_ROW for n in range(transport.REPEATS)]
 
 
 def test_what_travels_as_codes_and_by_heads():
@@ -1319,8 +1342,14 @@ def measured(group, q, k, v) -> tuple:
 def test_ranks_choose_by_the_rates_of_the_slowest(ranks):
     q, k, v = inputs((64, 64, 64))
     (rates, note), *others = ranks(measured, *sharded((64, 64, 64), q, k, v))
-    assert rates.copy == 2 * transport.COPIED["cpu"] / 3 and rates.start == 3
-    assert min(rates[:4]) > 0 and rates.put == 0 and all(each == (rates, note) for each in others)
+    sent = transport.SENT["cpu"][1] // (3 * 128) * 128 * 3
+    assert rates == Rates(
+        Line(1.5, 2 * sent / 1.5),
+        Line(1.5, 2 * sent / 3 / 1.5),
+        4 * transport.SENT["cpu"][1] / 3,
+        3,
+    )
+    assert all(each == (rates, note) for each in others)
     assert note.startswith("gather_attention of 3 ranks, 192 keys, 4 heads of 64: ")
 
 
