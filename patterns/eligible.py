@@ -125,6 +125,8 @@ def why_not_selected(call: Call) -> Reason | None:
         return None
     if asked.rule != "pooled" and call.scale is not None and call.scale <= 0:
         return reasons.KEEP_SCALE(asked.rule, call.scale)
+    if asked.heads is not None and not guarded(asked.heads == value_of(call.q).shape[1]):
+        return reasons.KEEP_HEADS(value_of(call.q).shape[1], asked.heads)
     if asked.layout is not None and not statically_true(n_q == asked.tokens):
         return reasons.LAYOUT(list(asked.layout), asked.tokens, n_q)
     return None

@@ -8,7 +8,8 @@ heads or, where nothing counts them, the queries, which then need all keys.
     sagebwd, rowscaled            yes            no: gradients of k and v add up over all queries
 
 DTensor redistributes what is sharded otherwise, also in the backwards, which are ops of their own.
-Heads of q stay with the heads of k that they read: where q has more of them, the heads are sharded
+Blocks that are selected by a fraction for each head are selected where all heads are. Heads of q
+stay with the heads of k that they read: where q has more of them, the heads are sharded
 if the mesh divides k's. One head of k is whole on each device, but in training, where its gradient
 adds up over all heads.
 
@@ -17,6 +18,7 @@ block of queries that shares a scale, and which keys count in k's and v's statis
 rows of a mask that are there.
 """
 
+import json
 import math
 
 import torch
@@ -27,6 +29,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.recipe import decode
 from sage_inductor.ops.sdpa import SdpaCall, prepare_kv
+from sage_inductor.ops.sparse.selector import Selection
 
 BATCH, HEADS, QUERIES = range(3)
 
@@ -63,7 +66,8 @@ def _sdpa(*args) -> Ways:
 @_register(sage.select_blocks.default)
 def _select_blocks(q, k, *others) -> Ways:
     inputs = [Shard, Shard, *[_whole for perm in others[9:] if perm is not None]]
-    return _ways(q, k, [Shard] * 2, inputs)
+    by_head = Selection(**json.loads(others[8] if others[8:] else "{}")).heads is not None
+    return _ways(q, k, [Shard] * 2, inputs)[: 2 if by_head else None]  # by heads is the third
 
 
 @_register(sage.lse.default)
