@@ -118,6 +118,11 @@ class Selection(NamedTuple):
         fraction = self.top_k if self.sparsity is None else self.sparsity
         return len(fraction) if isinstance(fraction, (tuple, list)) else None
 
+    def of(self, heads: slice) -> "Selection":
+        """What is kept of some of q's heads."""
+        both = {"top_k": self.top_k, "sparsity": self.sparsity}
+        return self._replace(**{x: y[heads] for x, y in both.items() if isinstance(y, tuple)})
+
     @property
     def size(self) -> tuple[int, int]:
         """Queries and keys of a block."""
