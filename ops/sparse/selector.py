@@ -90,7 +90,9 @@ class Selection(NamedTuple):
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end
     rule: str = "pooled"  # a name in RULES
-    sparsity: float | tuple[float, ...] | None = None  # 1 - top_k, but counted as where the model was trained
+    sparsity: float | tuple[float, ...] | None = (
+        None  # 1 - top_k, but counted as where the model was trained
+    )
     # Ranges of tokens that see all and that all see; below 0: from the end on, None: the end.
     dense: tuple[tuple[int, int | None], ...] = ()
     tau: float | None = None  # keeps scores this many deviations above their mean

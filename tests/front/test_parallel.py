@@ -450,6 +450,41 @@ def test_ranks_select_the_blocks_that_one_device_does(ranks, keep):
 
 
 @torch.no_grad()
+def selected_by_head(group, q, k, v, keep) -> tuple:
+    """The outputs, and the report's rows, by fractions of all heads and by those of a rank's own."""
+    n, found = q.shape[1] // group.size(), []
+    own = keep[group.rank() * n : (group.rank() + 1) * n]
+    for fractions in keep, own:
+        torch._dynamo.reset()
+        given = {"sage.emulate": True, "sage.policy": [{"recipe": RECIPE, "keep": fractions}]}
+        with op_by_op():
+            compiled = torch.compile(sdpa_of_heads, backend="sage", options=given, fullgraph=True)
+            found += [compiled(group, q, k, v), sage_inductor.report()[0].reason]
+    return *found, group.rank()
+
+
+def sdpa_of_heads(group, *qkv):
+    return F.scaled_dot_product_attention(*(for_heads(group, x) for x in qkv), enable_gqa=True)
+
+
+def test_a_rank_selects_by_the_fractions_of_its_own_heads(ranks):
+    """Which heads a rank has the library does not know: where it is given all, a reason says so."""
+    q, k, v = (x.float() for x in inputs((512,)))
+    keep = [0.1, 0.5, 0.9, 0.3]
+    policy = [{"recipe": RECIPE, "keep": keep}]
+    with torch.no_grad(), config.patch(emulate=True, policy=policy):
+        expected = sage_inductor.attention(q, k, v, enable_gqa=True)
+    exact = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    for of_all, why, own, reason, rank in ranks(
+        selected_by_head, *sharded((256, 256), q, k, v), keep=keep
+    ):
+        assert relative_l1(of_all, exact.chunk(2, 1)[rank]) < 1e-5
+        assert why.startswith("keep must have a fraction for each of q's 2 heads, or one for all, ")
+        assert torch.equal(own, expected.chunk(2, 1)[rank])
+        assert f"keep {(*keep[2 * rank : 2 * rank + 2],)}" in reason
+
+
+@torch.no_grad()
 def graph_of_two(group, q, k, v) -> str:
     """The graph, after AOTAutograd, of two calls that know nothing of each other."""
     texts = []
@@ -772,19 +807,21 @@ def call_of(name: str, **shape) -> tuple[dict, dict]:
     """An op's tensors, with a gradient for ops that train, and what else it is given."""
     q, k, v = inputs((200,), **{"H_kv": 2, **shape})
     training = {"grad": torch.randn_like(q)}, {"scale": 0.125, "out_bnhd": False}
+    by_head = [0.1, 0.4, 0.4, 0.9, 0, 1][: q.shape[1]]
     tensors, given = {
         "sdpa": ({}, {"recipe": RECIPE}),
         "prepare": ({}, {"attn_mask": None, "recipe": NAMED[RECIPE].encode(), "portable": False}),
         "lse": ({}, {"attn_mask": None, "is_causal": True, "scale": None}),
         "select_blocks": ({}, SELECTION),
         "select_blocks, sla": ({}, {**SELECTION, "top_p": 0.0, "others": '{"rule": "sla"}'}),
+        "select_blocks, by head": ({}, {**SELECTION, "others": f'{{"top_k": {by_head}}}'}),
         "sagebwd": (training[0], {**training[1], "is_causal": False}),
         "sagebwd, causal": (training[0], {**training[1], "is_causal": True}),
         "rowscaled": (training[0], {**training[1], "is_causal": False}),
         "rowscaled, causal": (training[0], {**training[1], "is_causal": True}),
     }[name]
     read = {"prepare": dict(k=k, v=v), "lse": dict(q=q, k=k), "select_blocks": dict(q=q, k=k)}
-    read["select_blocks, sla"] = read["select_blocks"]
+    read |= dict.fromkeys(("select_blocks, sla", "select_blocks, by head"), read["select_blocks"])
     return {**read.get(name, dict(q=q, k=k, v=v)), **tensors}, given
 
 
@@ -793,10 +830,10 @@ SELECTION = dict(
     block_kv=64,
 )  # fmt: skip
 OPS = (
-    "sdpa", "prepare", "lse", "select_blocks", "select_blocks, sla", "sagebwd", "sagebwd, causal",
-    "rowscaled", "rowscaled, causal",
+    "sdpa", "prepare", "lse", "select_blocks", "select_blocks, sla", "select_blocks, by head",
+    "sagebwd", "sagebwd, causal", "rowscaled", "rowscaled, causal",
 )  # fmt: skip
-TRAINING = OPS[5:]
+TRAINING = OPS[6:]
 
 
 @pairs(
@@ -812,7 +849,7 @@ def test_ops_of_dtensors_are_those_of_whole_tensors(ranks, name, by, of_heads, i
     if is_whole or by == "heads" and H_kv == 1:
         placements |= dict.fromkeys("kv", ALL)
     elif by != "sequence" and (by, H_q, H_kv) != ("heads", 6, 3):
-        placed = (BY[by],)
+        placed = (BY[by],) if name != "select_blocks, by head" or by == "batch" else (ALL,)
     check_on_dtensors(ranks, name, placements, tensors, given, placed)
 
 
