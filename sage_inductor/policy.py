@@ -43,9 +43,8 @@ from sage_inductor.ops.sparse.selector import EACH, RULES, Selection
 from sage_inductor.session import session
 
 VERSION = 1
-KeepOption = (
-    Selection | dict[str, Any] | Sequence[float] | float
-)  # what says which blocks of keys are kept
+# What says which blocks of keys are kept.
+KeepOption = Selection | dict[str, Any] | Sequence[float] | float
 
 
 @dataclasses.dataclass(frozen=True)

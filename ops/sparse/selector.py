@@ -78,8 +78,8 @@ RULES = {
 
 
 class Selection(NamedTuple):
-    """What is kept of the blocks of keys, for each block of queries. Fractions are 0 to 1; top_k and
-    sparsity may be a fraction for each head of q."""
+    """What is kept of the blocks of keys, for each block of queries. Fractions are 0 to 1; of top_k
+    or sparsity each head of q may have one."""
 
     top_k: float | tuple[float, ...] = 0.0  # the fraction of the blocks that are not always kept
     top_p: float = 0.0  # and more, until the softmax over all blocks sums to this
@@ -90,9 +90,8 @@ class Selection(NamedTuple):
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end
     rule: str = "pooled"  # a name in RULES
-    sparsity: float | tuple[float, ...] | None = (
-        None  # 1 - top_k, but counted as where the model was trained
-    )
+    # 1 - top_k, but counted as where the model was trained.
+    sparsity: float | tuple[float, ...] | None = None
     # Ranges of tokens that see all and that all see; below 0: from the end on, None: the end.
     dense: tuple[tuple[int, int | None], ...] = ()
     tau: float | None = None  # keeps scores this many deviations above their mean

@@ -807,21 +807,21 @@ def call_of(name: str, **shape) -> tuple[dict, dict]:
     """An op's tensors, with a gradient for ops that train, and what else it is given."""
     q, k, v = inputs((200,), **{"H_kv": 2, **shape})
     training = {"grad": torch.randn_like(q)}, {"scale": 0.125, "out_bnhd": False}
-    by_head = [0.1, 0.4, 0.4, 0.9, 0, 1][: q.shape[1]]
+    by_head = [0.1, 0.4, 0.4, 0.9, 0, 1, *[0.3] * 6][: q.shape[1]]
     tensors, given = {
         "sdpa": ({}, {"recipe": RECIPE}),
         "prepare": ({}, {"attn_mask": None, "recipe": NAMED[RECIPE].encode(), "portable": False}),
         "lse": ({}, {"attn_mask": None, "is_causal": True, "scale": None}),
         "select_blocks": ({}, SELECTION),
         "select_blocks, sla": ({}, {**SELECTION, "top_p": 0.0, "others": '{"rule": "sla"}'}),
-        "select_blocks, by head": ({}, {**SELECTION, "others": f'{{"top_k": {by_head}}}'}),
+        BY_HEAD: ({}, {**SELECTION, "others": f'{{"top_k": {by_head}}}'}),
         "sagebwd": (training[0], {**training[1], "is_causal": False}),
         "sagebwd, causal": (training[0], {**training[1], "is_causal": True}),
         "rowscaled": (training[0], {**training[1], "is_causal": False}),
         "rowscaled, causal": (training[0], {**training[1], "is_causal": True}),
     }[name]
     read = {"prepare": dict(k=k, v=v), "lse": dict(q=q, k=k), "select_blocks": dict(q=q, k=k)}
-    read |= dict.fromkeys(("select_blocks, sla", "select_blocks, by head"), read["select_blocks"])
+    read |= dict.fromkeys(("select_blocks, sla", BY_HEAD), read["select_blocks"])
     return {**read.get(name, dict(q=q, k=k, v=v)), **tensors}, given
 
 
@@ -829,8 +829,9 @@ SELECTION = dict(
     scale=0.125, top_k=0.3, top_p=0.2, similarity=0.1, dense_first=0, dense_last=70, block_q=64,
     block_kv=64,
 )  # fmt: skip
+BY_HEAD = "select_blocks, by head"  # by batch alone
 OPS = (
-    "sdpa", "prepare", "lse", "select_blocks", "select_blocks, sla", "select_blocks, by head",
+    "sdpa", "prepare", "lse", "select_blocks", "select_blocks, sla", BY_HEAD,
     "sagebwd", "sagebwd, causal", "rowscaled", "rowscaled, causal",
 )  # fmt: skip
 TRAINING = OPS[6:]
@@ -849,7 +850,7 @@ def test_ops_of_dtensors_are_those_of_whole_tensors(ranks, name, by, of_heads, i
     if is_whole or by == "heads" and H_kv == 1:
         placements |= dict.fromkeys("kv", ALL)
     elif by != "sequence" and (by, H_q, H_kv) != ("heads", 6, 3):
-        placed = (BY[by],) if name != "select_blocks, by head" or by == "batch" else (ALL,)
+        placed = (BY["batch" if name == BY_HEAD and by == "heads" else by],)
     check_on_dtensors(ranks, name, placements, tensors, given, placed)
 
 
@@ -879,6 +880,7 @@ OF_MESH = [
 def test_ops_are_sharded_over_two_dimensions_of_a_mesh(ranks, name, placed, shape):
     tensors, given = call_of(name, **shape)
     placements, placed = dict.fromkeys(tensors, placed), None if shape else placed
+    placed = (Shard(0), ALL) if name == BY_HEAD and not shape else placed
     check_on_dtensors(ranks, name, placements, tensors, given, placed, grid=(2, 2))
 
 
@@ -897,7 +899,7 @@ def test_ops_are_sharded_over_two_dimensions_of_a_mesh(ranks, name, placed, shap
 def test_compiled_ops_take_dtensors(ranks, name, by, portable):
     tensors, given = call_of(name)
     given |= {"portable": True} if portable else {}
-    placements, placed = dict.fromkeys(tensors, BY[by]), (BY[by],)
+    placements, placed = dict.fromkeys(tensors, BY[by]), (BY["batch" if name == BY_HEAD else by],)
     check_on_dtensors(ranks, name, placements, tensors, given, placed, backend="aot_eager")
 
 
