@@ -58,8 +58,8 @@ class Rule:
     head_dim: q's.
     length: the rows of q.
     stage: the rule holds in this stage only (sage_inductor.stage).
-    keep: self-attention computes the blocks of keys that score highest, this fraction of them, such
-    a fraction for each head of q, or as a Selection says; recipe must be a name.
+    keep: self-attention computes the blocks of keys that score highest: this fraction of them, or
+    one for each head of q, or as a Selection says; recipe must be a name.
     training: in the place of ``sage.training``, for calls that need gradients.
 
     Raises ValueError for an unknown recipe; a Policy checks the other fields.

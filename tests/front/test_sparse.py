@@ -156,7 +156,7 @@ def test_a_call_of_another_number_of_heads_stays_with_the_reason(keep):
         "keep must have a fraction for each of q's 4 heads, or one for all, got 2 "
         "(rule 1 of the policy)"
     )
-    assert "where ranks divide the heads each rank, those of its own" in site.why.cause.remedy
+    assert "where ranks divide the heads, each rank those of its own" in site.why.cause.remedy
 
 
 def test_the_heads_of_a_module_and_a_stage_have_fractions_of_their_own():
