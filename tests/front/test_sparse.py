@@ -457,25 +457,27 @@ def test_a_policy_with_a_layout_is_read_as_it_was_written(tmp_path):
     assert policy.rules[0].keep.given() == {**keep, "layout": (21, 45, 80), "cube": (4, 8, 8)}
 
 
+@pytest.mark.parametrize("keep", [SLA, BY_HEAD], ids=["sla", "by head"])
 @pytest.mark.parametrize("way", ["eager", "backend", "in a compiled function", "Inductor"])
-def test_an_attention_call_takes_what_a_policy_says(way):
+def test_an_attention_call_takes_what_a_policy_says(way, keep):
     q, k, v = tokens(400), tokens(400), tokens(400)
 
     def attend(q, k, v):
-        return sage_inductor.attention(q, k, v, recipe=RECIPE, keep=SLA)
+        return sage_inductor.attention(q, k, v, recipe=RECIPE, keep=keep)
 
     given = {"backend": "sage"} if way == "backend" else {"backend": "inductor"}
     run = attend if way == "eager" else torch.compile(attend, fullgraph=True, **given)
     if way == "in a compiled function":
         run = torch.compile(sage_inductor.attention, backend="aot_eager")
-        run = functools.partial(run, recipe=RECIPE, keep=SLA)
+        run = functools.partial(run, recipe=RECIPE, keep=keep)
     with torch.no_grad(), config.patch(emulate=True):
         out = run(q, k, v)
         dense = sage_inductor.attention(q, k, v, recipe=RECIPE)
-    expected = by_selected(q, k, v, SLA)[0]
+    expected = by_selected(q, k, v, keep)[0]
     assert support.relative_l1(out, expected) < 1e-6
     assert support.relative_l1(out, dense) > 1e-2
-    assert "keep {'rule': 'sla'" in sage_inductor.report()[0].reason
+    told = "(0.1, 0.5, 0.5, 0.9)" if keep is BY_HEAD else "{'rule': 'sla'"
+    assert f"keep {told}" in sage_inductor.report()[0].reason
 
 
 def test_a_rule_that_fits_comes_before_the_calls_own_keep():
