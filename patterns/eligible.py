@@ -126,8 +126,8 @@ def why_not_selected(call: Call, portable: bool) -> Reason | None:
         return None
     if asked.rule != "pooled" and call.scale is not None and call.scale <= 0:
         return reasons.KEEP_SCALE(asked.rule, call.scale)
-    heads, holds = value_of(call.q).shape[1], statically_true if portable else bool  # a guard
-    if asked.heads is not None and not holds(heads == asked.heads):
+    heads, holds = value_of(call.q).shape[1], statically_true if portable else bool
+    if asked.heads is not None and not holds(heads == asked.heads):  # bool: a guard
         return reasons.KEEP_HEADS(heads, asked.heads)
     if asked.layout is not None and not statically_true(n_q == asked.tokens):
         return reasons.LAYOUT(list(asked.layout), asked.tokens, n_q)

@@ -8,10 +8,9 @@ heads or, where nothing counts them, the queries, which then need all keys.
     sagebwd, rowscaled            yes            no: gradients of k and v add up over all queries
 
 DTensor redistributes what is sharded otherwise, also in the backwards, which are ops of their own.
-Blocks that are selected by a fraction for each head are selected where all heads are. Heads of q
-stay with the heads of k that they read: where q has more of them, the heads are sharded
+Heads of q stay with the heads of k that they read: where q has more of them, the heads are sharded
 if the mesh divides k's. One head of k is whole on each device, but in training, where its gradient
-adds up over all heads.
+adds up over all heads. A fraction for each head selects blocks where all heads are.
 
 By batch and heads the bits are those of one device. By queries they need not be: a shard may cut a
 block of queries that shares a scale, and which keys count in k's and v's statistics is told by the
@@ -29,7 +28,6 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.recipe import decode
 from sage_inductor.ops.sdpa import SdpaCall, prepare_kv
-from sage_inductor.ops.sparse.selector import Selection
 
 BATCH, HEADS, QUERIES = range(3)
 
@@ -66,7 +64,8 @@ def _sdpa(*args) -> Ways:
 @_register(sage.select_blocks.default)
 def _select_blocks(q, k, *others) -> Ways:
     inputs = [Shard, Shard, *[_whole for perm in others[9:] if perm is not None]]
-    by_head = Selection(**json.loads(others[8] if others[8:] else "{}")).heads is not None
+    asked = json.loads(others[8]) if others[8:] else {}
+    by_head = any(isinstance(asked.get(name), list) for name in ("top_k", "sparsity"))
     return _ways(q, k, [Shard] * 2, inputs)[: 2 if by_head else None]  # by heads is the third
 
 

@@ -868,6 +868,18 @@ def test_a_gradient_that_is_placed_otherwise_is_redistributed(ranks, name, of_gr
     check_on_dtensors(ranks, name, placements, tensors, given, (Shard(1),))
 
 
+@pytest.mark.parametrize("by", ["batch", "heads"])
+@pytest.mark.parametrize(
+    "others", ['{"rule": "vsa", "sparsity": [0.9, 0.5, 0, 1]}', '{"rule": "sla"}']
+)
+def test_dtensors_are_sharded_by_heads_where_they_have_no_fraction_each(ranks, by, others):
+    tensors, given = call_of("select_blocks")
+    placed = "batch" if "[" in others else by
+    given = {**given, "top_p": 0.0, "others": others}
+    placements = dict.fromkeys(tensors, BY[by])
+    check_on_dtensors(ranks, "select_blocks", placements, tensors, given, (BY[placed],))
+
+
 OF_MESH = [
     ((Shard(0), Shard(1)), {}),
     # 6 heads on 2 x 2 ranks: of k 2, 1, 2 and 1, of twice as many of q 3 each.
