@@ -46,7 +46,7 @@ class Call:
     refused: Reason | None = None  # why this call cannot be written as SDPA
     dead: list[Node] = dataclasses.field(default_factory=list)  # without uses once it is, in order
     recipe: str | None = None  # the argument of sage_inductor.attention, as the next
-    keep: Selection | dict[str, Any] | float | None = None
+    keep: Selection | dict[str, Any] | list[float] | float | None = None
     # cu_q, and cu_k and seqused_k or None, where q, k and v hold documents: ops/documents.py. The
     # band is then that of each, at its bottom right.
     documents: tuple[Node, Node | None, Node | None] | None = None

@@ -109,8 +109,9 @@ def suits_decode(call: Call) -> bool:
     )  # fmt: skip
 
 
-def why_not_selected(call: Call) -> Reason | None:
-    """The reason that no blocks may be selected for a call that sage::sdpa can stand for."""
+def why_not_selected(call: Call, portable: bool) -> Reason | None:
+    """The reason that no blocks may be selected for a call that sage::sdpa can stand for, in a
+    package or not."""
     n_q, n_kv = (value_of(x).shape[2] for x in (call.q, call.k))
     if call.out.requires_grad:
         return reasons.LISTS_IN_TRAINING()
@@ -125,6 +126,9 @@ def why_not_selected(call: Call) -> Reason | None:
         return None
     if asked.rule != "pooled" and call.scale is not None and call.scale <= 0:
         return reasons.KEEP_SCALE(asked.rule, call.scale)
+    heads, holds = value_of(call.q).shape[1], statically_true if portable else bool
+    if asked.heads is not None and not holds(heads == asked.heads):  # bool: a guard
+        return reasons.KEEP_HEADS(heads, asked.heads)
     if asked.layout is not None and not statically_true(n_q == asked.tokens):
         return reasons.LAYOUT(list(asked.layout), asked.tokens, n_q)
     return None

@@ -207,6 +207,10 @@ KEEP_UNMASKED = Cause("blocks are selected where there is no mask, got {}", *_NO
 KEEP_SELF = Cause("blocks are selected for self-attention, got {} queries and {} keys", *_NOT_KEPT)
 KEEP_WITHOUT_LSE = Cause("blocks are selected where no logsumexp is returned", *_NOT_KEPT)
 KEEP_SCALE = Cause("rule {} selects blocks where scale is above 0, got {}", *_NOT_KEPT)
+KEEP_HEADS = Cause("keep must have a fraction for each of q's {} heads, or one for all, got {}",
+    "give a layer's rule as many fractions as it has heads; where ranks divide the heads, each "
+    "rank those of its own",
+    "keep is for another number of heads")
 LAYOUT = Cause("layout {} must be of {} tokens, with dense ones around it, got {}",
     "give attention's own frames, rows and columns, and other tokens as dense ones or segments; "
     'compile with static lengths, or a rule of "length": [N, N]',

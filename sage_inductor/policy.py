@@ -43,7 +43,8 @@ from sage_inductor.ops.sparse.selector import EACH, RULES, Selection
 from sage_inductor.session import session
 
 VERSION = 1
-KeepOption = Selection | dict[str, Any] | float  # what says which blocks of keys are kept
+# What says which blocks of keys are kept.
+KeepOption = Selection | dict[str, Any] | Sequence[float] | float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Rule:
     head_dim: q's.
     length: the rows of q.
     stage: the rule holds in this stage only (sage_inductor.stage).
-    keep: self-attention computes the blocks of keys that score highest, this fraction of them or as
-    a Selection says; recipe must be a name.
+    keep: self-attention computes the blocks of keys that score highest: this fraction of them, or
+    one for each head of q, or as a Selection says; recipe must be a name.
     training: in the place of ``sage.training``, for calls that need gradients.
 
     Raises ValueError for an unknown recipe; a Policy checks the other fields.
@@ -378,7 +379,7 @@ def _field(name: str, value):
     if name == "module":
         _must(isinstance(value, str), "module must be a string", value)
         return value
-    several = value if isinstance(value, (list, tuple)) else [value]
+    several = _several(value)
     if name == "head_dim":
         valid = several and all(is_integer(x, 1, HEAD_DIMS[-1]) for x in several)
         _must(valid, f"head_dim must be a number of 1 to {HEAD_DIMS[-1]}, or a list of such", value)
@@ -410,7 +411,7 @@ def _keep(value) -> Selection:
         with _at(*[field] * isinstance(value, dict)):
             _must(holds is None or holds(x), f"{field} must be {what}", x)
     usual, amounts = Selection._field_defaults, ", ".join(rule.amounts)
-    given = sum(fields.get(field, usual[field]) != usual[field] for field in rule.amounts)
+    given = sum({*_several(fields.get(x, usual[x]))} != {usual[x]} for x in rule.amounts)
     how_many = "at least one of " if name == "pooled" else "one of " * (len(rule.amounts) > 1)
     above = ", above 0" * ("top_k" in rule.amounts)
     what = f"rule {name} must be given {how_many}{amounts}{above}"
@@ -451,6 +452,10 @@ def _check_places(keep: Selection, fields: dict, value) -> None:
         _must(whole or keep.rule != "vsa", what, keep.layout)
 
 
+def _several(x) -> Sequence:
+    return x if isinstance(x, (list, tuple)) else [x]
+
+
 def _as_tuple(x):
     return tuple(map(_as_tuple, x)) if isinstance(x, (list, tuple)) else x
 
@@ -478,9 +483,11 @@ def _is_range(x) -> bool:
 
 # What must hold for a field of keep.
 _KEEP = {
-    **dict.fromkeys(
-        ("top_k", "top_p", "similarity", "sparsity"), ("a fraction, 0 to 1", _is_fraction)
-    ),
+    **dict.fromkeys(("top_p", "similarity"), ("a fraction, 0 to 1", _is_fraction)),
+    **dict.fromkeys(("top_k", "sparsity"), (
+        "a fraction, 0 to 1, or a list of one for each head of q",
+        lambda x: _is_fraction(x) or _are(x, _is_fraction) and len(x) > 0,
+    )),
     **dict.fromkeys(
         ("dense_first", "dense_last"), ("a number of tokens", lambda x: is_integer(x, 0))
     ),

@@ -10,13 +10,14 @@ heads or, where nothing counts them, the queries, which then need all keys.
 DTensor redistributes what is sharded otherwise, also in the backwards, which are ops of their own.
 Heads of q stay with the heads of k that they read: where q has more of them, the heads are sharded
 if the mesh divides k's. One head of k is whole on each device, but in training, where its gradient
-adds up over all heads.
+adds up over all heads. A fraction for each head selects blocks where all heads are.
 
 By batch and heads the bits are those of one device. By queries they need not be: a shard may cut a
 block of queries that shares a scale, and which keys count in k's and v's statistics is told by the
 rows of a mask that are there.
 """
 
+import json
 import math
 
 import torch
@@ -63,7 +64,9 @@ def _sdpa(*args) -> Ways:
 @_register(sage.select_blocks.default)
 def _select_blocks(q, k, *others) -> Ways:
     inputs = [Shard, Shard, *[_whole for perm in others[9:] if perm is not None]]
-    return _ways(q, k, [Shard] * 2, inputs)
+    asked = json.loads(others[8]) if others[8:] else {}
+    by_head = any(isinstance(asked.get(name), list) for name in ("top_k", "sparsity"))
+    return _ways(q, k, [Shard] * 2, inputs)[: 2 if by_head else None]  # by heads is the third
 
 
 @_register(sage.lse.default)

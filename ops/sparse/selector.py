@@ -39,8 +39,10 @@ waits for the device.
 Shapes: B batch, H_q and H_kv heads, N sequence, D head_dim, M_q blocks of queries, M_kv of keys.
 """
 
+import itertools
 import json
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -76,9 +78,10 @@ RULES = {
 
 
 class Selection(NamedTuple):
-    """What is kept of the blocks of keys, for each block of queries. Fractions are 0 to 1."""
+    """What is kept of the blocks of keys, for each block of queries. Fractions are 0 to 1; of top_k
+    or sparsity each head of q may have one."""
 
-    top_k: float = 0.0  # the fraction of the blocks that are not always kept
+    top_k: float | tuple[float, ...] = 0.0  # the fraction of the blocks that are not always kept
     top_p: float = 0.0  # and more, until the softmax over all blocks sums to this
     # Self-similarity below which a block's tokens are not alike; 1 / block for independent ones. At
     # equal work 0.1 was 3 to 12 dB above 0 on an image model, and is 6 dB below it on a video model
@@ -87,7 +90,8 @@ class Selection(NamedTuple):
     dense_first: int = 0  # tokens at the beginning that see all and that all see: text
     dense_last: int = 0  # and at the end
     rule: str = "pooled"  # a name in RULES
-    sparsity: float | None = None  # 1 - top_k, but counted as where the model was trained
+    # 1 - top_k, but counted as where the model was trained.
+    sparsity: float | tuple[float, ...] | None = None
     # Ranges of tokens that see all and that all see; below 0: from the end on, None: the end.
     dense: tuple[tuple[int, int | None], ...] = ()
     tau: float | None = None  # keeps scores this many deviations above their mean
@@ -103,8 +107,22 @@ class Selection(NamedTuple):
 
     def given(self) -> float | dict:
         """As a policy says it: the fields that are not the defaults, or top_k alone."""
-        fields = {name: x for name, x in self._asdict().items() if x != self._field_defaults[name]}
+        fields = self._changed()
         return self.top_k if fields.keys() == {"top_k"} else fields
+
+    def _changed(self) -> dict:
+        return {name: x for name, x in self._asdict().items() if x != self._field_defaults[name]}
+
+    @property
+    def heads(self) -> int | None:
+        """How many heads of q have a fraction each; None: one is for all."""
+        fraction = self.top_k if self.sparsity is None else self.sparsity
+        return len(fraction) if isinstance(fraction, (tuple, list)) else None
+
+    def of(self, heads: slice) -> "Selection":
+        """What is kept of some of q's heads."""
+        both = {"top_k": self.top_k, "sparsity": self.sparsity}
+        return self._replace(**{x: y[heads] for x, y in both.items() if isinstance(y, tuple)})
 
     @property
     def size(self) -> tuple[int, int]:
@@ -140,10 +158,11 @@ class Selection(NamedTuple):
     def arguments(self, *perm) -> tuple:
         """What ``sage::select_blocks`` takes after scale, with the order by layout and cube where
         there is one; ours are as they were in old programs."""
-        ours = Selection._fields[:5]
-        usual = {x: self._field_defaults[x] for x in (*ours, *EACH[1:])}
-        others = self._replace(**usual).given()
-        return *self[:5], *self.size, *([json.dumps(others)] if others or perm else []), *perm
+        by_head, ours = isinstance(self.top_k, tuple), Selection._fields[:5]
+        here = *ours[by_head:], *EACH[1:]
+        others = {name: x for name, x in self._changed().items() if name not in here}
+        first = 0.0 if by_head else self.top_k, *self[1:5], *self.size
+        return *first, *([json.dumps(others)] if others or perm else []), *perm
 
 
 def compose_select(
@@ -160,8 +179,11 @@ def compose_select(
     order, and then the others: BlockLists' first two.
     """
     ours, blocks = (top_k, top_p, similarity, dense_first, dense_last), (block_q, block_kv)
-    asked = Selection(*ours, **json.loads(others), blocks=blocks)
+    asked = Selection(*ours, blocks=blocks)._replace(**json.loads(others))
     rule, N = asked.rule, q.shape[2]
+    if asked.heads not in (None, q.shape[1]):
+        what = f"fractions must be one for each of q's {q.shape[1]} heads"
+        raise ValueError(f"select_blocks: {what}, got {asked.heads}")
     # Inductor takes out a conversion to 16 bits and back. So nothing is converted back: products
     # and `largest` read what was rounded.
     is_rounded = "scores" in RULES[rule].others and not asked.segments
@@ -233,16 +255,32 @@ def _count(rest: Tensor, asked: Selection) -> Tensor:
     the rule's own expression in doubles, for int((1 - 0.8) * 590) is 117 and int(0.2 * 590) is 118.
     On the device, where a symbolic length is no guard."""
     if asked.rule == "pooled":
-        return (rest * round(asked.top_k * PARTS) + PARTS - 1) // PARTS
+        return (rest * _each(asked.top_k, lambda x: round(x * PARTS), rest) + PARTS - 1) // PARTS
     if asked.rule == "sol":
         return torch.zeros_like(rest)
     competing = sum(asked.segments) // asked.size[1] if asked.mode == "compete" else 0
-    part = asked.top_k if asked.sparsity is None else 1 - asked.sparsity
-    kept = part * (rest - competing).double()
+    left = (rest - competing).double()
+    if asked.sparsity is None:
+        kept = _each(asked.top_k, float, left) * left
+    else:
+        kept = _each(asked.sparsity, lambda x: 1 - x, left) * left
     kept = (kept.ceil() if asked.rule == "vsa" else kept).long()
     if asked.rule != "sla":
         kept = kept.clamp(min=1)
     return torch.minimum(kept + competing, rest)
+
+
+def _each(fraction: float | tuple[float, ...], of: Callable, like: Tensor) -> float | Tensor:
+    """of(fraction) or, where each head has one, the tensor [H, 1] of them in like's dtype. By
+    comparisons: a copy of numbers of the host would wait, and a package would hold a constant."""
+    if not isinstance(fraction, (tuple, list)):
+        return of(fraction)
+    head = torch.arange(len(fraction), device=like.device).unsqueeze(1)
+    found = torch.full_like(head, of(fraction[0]), dtype=like.dtype)
+    for h, (before, x) in enumerate(itertools.pairwise(fraction), 1):
+        if x != before:
+            found = torch.where(head >= h, of(x), found)
+    return found
 
 
 select_blocks = torch.library.custom_op("sage::select_blocks", compose_select, mutates_args=())

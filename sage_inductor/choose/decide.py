@@ -85,7 +85,7 @@ def decide(call: Call, settings: Settings) -> Decision:
         return _trained(call, shape._replace(trains=True), settings, training)
     if selection is not None:
         shape = shape._replace(block_size=call.block_size, has_tail=selection.tail)
-    unselected = eligible.why_not_selected(call) if selection is not None else None
+    unselected = selection and eligible.why_not_selected(call, settings.portable)
     found = Decision(None, unselected) if unselected else _recipe(call, shape, settings, wanted)
     kept = f"; keep {selection.given()}" if selection is not None and not unselected else ""
     if found.recipe and selection is not None and selection.layout is not None:

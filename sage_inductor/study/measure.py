@@ -265,7 +265,7 @@ def errors_of(
         inputs = q[of_b, of_q], k[of_b, of_kv], v[of_b, of_kv], mask, band, scale
         exact = _exact_out(*inputs)
         for name, error in found.items():
-            error.add(_computed(decisions[name], *inputs), exact, b, h * G)
+            error.add(_computed(decisions[name], of_q, *inputs), exact, b, h * G)
     return {name: error.numbers_of_row for name, error in found.items()}
 
 
@@ -289,12 +289,14 @@ def _exact_out(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     return out
 
 
-def _computed(by: Decision | None, q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
-    """By a recipe, and the blocks that are selected, or by SDPA."""
+def _computed(
+    by: Decision | None, heads: slice, q, k, v, attn_mask, band: Band, scale: float
+) -> Tensor:
+    """By a recipe, and the blocks that are selected, or by SDPA. heads: which of q's are given."""
     if by is not None and by.recipe is not None:
         call = SdpaCall.of(q, k, v, scale, NAMED[by.recipe].encode(), attn_mask, band)
         if by.selection is not None:
-            call = call._replace(**selected(q, k, scale, by.selection))
+            call = call._replace(**selected(q, k, scale, by.selection.of(heads)))
         return torch.ops.sage.sdpa(*call)[0]
     if band != FULL:
         none = q.new_zeros(q.shape[2], k.shape[2])

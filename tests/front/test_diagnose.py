@@ -262,6 +262,28 @@ def test_the_least_that_may_be_kept_is_suggested_by_module_and_stage(tmp_path):
         diagnose(model, recipes="sage1", keep=[3])
 
 
+@pytest.mark.parametrize("at_once", [1 << 24, 1])
+def test_a_fraction_for_each_head_is_measured_a_part_of_the_heads_at_a_time(at_once, monkeypatch):
+    """Where k and v of 2 heads serve 4: what is kept least comes first, in the policy too."""
+    monkeypatch.setattr(measure, "MAX_SCORES", at_once)
+    noise = torch.randn(1, 8, 512, 32)
+    q, k, v = (noise.cumsum(2) / 4).split([4, 2, 2], 1)
+    keep = [{"top_k": share, "similarity": 0} for share in ([0.1, 0.6, 0.3, 1], 0.9)]
+    attend = functools.partial(sdpa, enable_gqa=True)
+    found = diagnose(attend, recipes="sage1-rotated", keep=keep, tolerance=0.9)(q, k, v)
+    errors = {row.recipe: row for row in found.rows}
+    by_head, of_all = (errors[name] for name in found.keeps)
+    assert found.suggested == {"": by_head.recipe} and by_head.worst_head[0] == 0
+    with sage_inductor.config.patch(emulate=True):
+        out = sage_inductor.attention(
+            q, k, v, enable_gqa=True, recipe="sage1-rotated", keep=keep[0]
+        )
+    exact = attend(*(x.double() for x in (q, k, v)))
+    assert support.relative_l1(out, exact) == pytest.approx(by_head.relative_l1, rel=1e-4)
+    assert of_all.relative_l1 < by_head.relative_l1
+    assert found.policy.rules[0].keep.given() == {"top_k": (0.1, 0.6, 0.3, 1), "similarity": 0}
+
+
 def test_a_nan_is_worse_than_any_error():
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
     v[0, 1, 3, 5] = math.nan

@@ -451,6 +451,41 @@ def test_ranks_select_the_blocks_that_one_device_does(ranks, keep):
 
 
 @torch.no_grad()
+def selected_by_head(group, q, k, v, keep) -> tuple:
+    """The outputs, and the report's rows, by fractions of all heads and by those of a rank's own."""
+    n, found = q.shape[1] // group.size(), []
+    own = keep[group.rank() * n : (group.rank() + 1) * n]
+    for fractions in keep, own:
+        torch._dynamo.reset()
+        given = {"sage.emulate": True, "sage.policy": [{"recipe": RECIPE, "keep": fractions}]}
+        with op_by_op():
+            compiled = torch.compile(sdpa_of_heads, backend="sage", options=given, fullgraph=True)
+            found += [compiled(group, q, k, v), sage_inductor.report()[0].reason]
+    return *found, group.rank()
+
+
+def sdpa_of_heads(group, *qkv):
+    return F.scaled_dot_product_attention(*(for_heads(group, x) for x in qkv), enable_gqa=True)
+
+
+def test_a_rank_selects_by_the_fractions_of_its_own_heads(ranks):
+    """Which heads a rank has the library does not know: where it is given all, a reason says so."""
+    q, k, v = (x.float() for x in inputs((512,)))
+    keep = [0.1, 0.5, 0.9, 0.3]
+    policy = [{"recipe": RECIPE, "keep": keep}]
+    with torch.no_grad(), config.patch(emulate=True, policy=policy):
+        expected = sage_inductor.attention(q, k, v, enable_gqa=True)
+    exact = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    for of_all, why, own, reason, rank in ranks(
+        selected_by_head, *sharded((256, 256), q, k, v), keep=keep
+    ):
+        assert relative_l1(of_all, exact.chunk(2, 1)[rank]) < 1e-5
+        assert why.startswith("keep must have a fraction for each of q's 2 heads, or one for all, ")
+        assert torch.equal(own, expected.chunk(2, 1)[rank])
+        assert f"keep {(*keep[2 * rank : 2 * rank + 2],)}" in reason
+
+
+@torch.no_grad()
 def graph_of_two(group, q, k, v) -> str:
     """The graph, after AOTAutograd, of two calls that know nothing of each other."""
     texts = []
@@ -773,19 +808,21 @@ def call_of(name: str, **shape) -> tuple[dict, dict]:
     """An op's tensors, with a gradient for ops that train, and what else it is given."""
     q, k, v = inputs((200,), **{"H_kv": 2, **shape})
     training = {"grad": torch.randn_like(q)}, {"scale": 0.125, "out_bnhd": False}
+    by_head = [0.1, 0.4, 0.4, 0.9, 0, 1, *[0.3] * 6][: q.shape[1]]
     tensors, given = {
         "sdpa": ({}, {"recipe": RECIPE}),
         "prepare": ({}, {"attn_mask": None, "recipe": NAMED[RECIPE].encode(), "portable": False}),
         "lse": ({}, {"attn_mask": None, "is_causal": True, "scale": None}),
         "select_blocks": ({}, SELECTION),
         "select_blocks, sla": ({}, {**SELECTION, "top_p": 0.0, "others": '{"rule": "sla"}'}),
+        BY_HEAD: ({}, {**SELECTION, "others": f'{{"top_k": {by_head}}}'}),
         "sagebwd": (training[0], {**training[1], "is_causal": False}),
         "sagebwd, causal": (training[0], {**training[1], "is_causal": True}),
         "rowscaled": (training[0], {**training[1], "is_causal": False}),
         "rowscaled, causal": (training[0], {**training[1], "is_causal": True}),
     }[name]
     read = {"prepare": dict(k=k, v=v), "lse": dict(q=q, k=k), "select_blocks": dict(q=q, k=k)}
-    read["select_blocks, sla"] = read["select_blocks"]
+    read |= dict.fromkeys(("select_blocks, sla", BY_HEAD), read["select_blocks"])
     return {**read.get(name, dict(q=q, k=k, v=v)), **tensors}, given
 
 
@@ -793,11 +830,12 @@ SELECTION = dict(
     scale=0.125, top_k=0.3, top_p=0.2, similarity=0.1, dense_first=0, dense_last=70, block_q=64,
     block_kv=64,
 )  # fmt: skip
+BY_HEAD = "select_blocks, by head"  # by batch alone
 OPS = (
-    "sdpa", "prepare", "lse", "select_blocks", "select_blocks, sla", "sagebwd", "sagebwd, causal",
-    "rowscaled", "rowscaled, causal",
+    "sdpa", "prepare", "lse", "select_blocks", "select_blocks, sla", BY_HEAD,
+    "sagebwd", "sagebwd, causal", "rowscaled", "rowscaled, causal",
 )  # fmt: skip
-TRAINING = OPS[5:]
+TRAINING = OPS[6:]
 
 
 @pairs(
@@ -813,7 +851,7 @@ def test_ops_of_dtensors_are_those_of_whole_tensors(ranks, name, by, of_heads, i
     if is_whole or by == "heads" and H_kv == 1:
         placements |= dict.fromkeys("kv", ALL)
     elif by != "sequence" and (by, H_q, H_kv) != ("heads", 6, 3):
-        placed = (BY[by],)
+        placed = (BY["batch" if name == BY_HEAD and by == "heads" else by],)
     check_on_dtensors(ranks, name, placements, tensors, given, placed)
 
 
@@ -831,6 +869,18 @@ def test_a_gradient_that_is_placed_otherwise_is_redistributed(ranks, name, of_gr
     check_on_dtensors(ranks, name, placements, tensors, given, (Shard(1),))
 
 
+@pytest.mark.parametrize("by", ["batch", "heads"])
+@pytest.mark.parametrize(
+    "others", ['{"rule": "vsa", "sparsity": [0.9, 0.5, 0, 1]}', '{"rule": "sla"}']
+)
+def test_dtensors_are_sharded_by_heads_where_they_have_no_fraction_each(ranks, by, others):
+    tensors, given = call_of("select_blocks")
+    placed = "batch" if "[" in others else by
+    given = {**given, "top_p": 0.0, "others": others}
+    placements = dict.fromkeys(tensors, BY[by])
+    check_on_dtensors(ranks, "select_blocks", placements, tensors, given, (BY[placed],))
+
+
 OF_MESH = [
     ((Shard(0), Shard(1)), {}),
     # 6 heads on 2 x 2 ranks: of k 2, 1, 2 and 1, of twice as many of q 3 each.
@@ -843,6 +893,7 @@ OF_MESH = [
 def test_ops_are_sharded_over_two_dimensions_of_a_mesh(ranks, name, placed, shape):
     tensors, given = call_of(name, **shape)
     placements, placed = dict.fromkeys(tensors, placed), None if shape else placed
+    placed = (Shard(0), ALL) if name == BY_HEAD and not shape else placed
     check_on_dtensors(ranks, name, placements, tensors, given, placed, grid=(2, 2))
 
 
@@ -861,7 +912,7 @@ def test_ops_are_sharded_over_two_dimensions_of_a_mesh(ranks, name, placed, shap
 def test_compiled_ops_take_dtensors(ranks, name, by, portable):
     tensors, given = call_of(name)
     given |= {"portable": True} if portable else {}
-    placements, placed = dict.fromkeys(tensors, BY[by]), (BY[by],)
+    placements, placed = dict.fromkeys(tensors, BY[by]), (BY["batch" if name == BY_HEAD else by],)
     check_on_dtensors(ranks, name, placements, tensors, given, placed, backend="aot_eager")
 
 

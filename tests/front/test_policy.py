@@ -162,13 +162,16 @@ tails = st.just({}) | st.fixed_dictionaries(
 )
 of_each = dict(blocks=st.none() | st.tuples(size, size), dense=st.lists(dense).map(tuple))
 scores = st.sampled_from(["as_trained", "fp32"])
+by_head = st.tuples(*[fraction] * 3)
 selections = st.builds(
     lambda of_rule, of_each, box, tail: Selection(**of_rule, **of_each, **box, **tail),
     st.fixed_dictionaries({
-        "top_k": fraction, "top_p": fraction, "similarity": fraction, "dense_first": tokens,
-        "dense_last": tokens,
-    }).filter(lambda keep: keep["top_k"] or keep["top_p"])
-    | st.fixed_dictionaries({"rule": st.just("sla"), "sparsity": fraction, "scores": scores})
+        "top_k": fraction | by_head, "top_p": fraction, "similarity": fraction,
+        "dense_first": tokens, "dense_last": tokens,
+    }).filter(lambda keep: keep["top_k"] not in (0, (0,) * 3) or keep["top_p"])
+    | st.fixed_dictionaries(
+        {"rule": st.just("sla"), "sparsity": fraction | by_head, "scores": scores}
+    )
     | st.fixed_dictionaries({"rule": st.just("sol"), "tau": st.floats(-2, 2) | st.integers(0, 2)})
     | st.fixed_dictionaries({"rule": st.just("error"), "top_k": st.floats(0.01, 1)}),
     st.fixed_dictionaries(of_each), boxes, tails,
@@ -396,9 +399,19 @@ def test_of_several_numbers_in_a_path_the_first_is_the_layer():
 
 
 def test_what_is_kept_is_said_in_python_as_in_a_file(tmp_path):
-    said = [0.3, {"top_p": 0.9, "dense_first": 226}, {"top_k": 0.3, "similarity": 0}]
+    of_sla = {"rule": "sla", "sparsity": [0.9, 0, 0.85]}
+    said = [
+        0.3,
+        {"top_p": 0.9, "dense_first": 226},
+        {"top_k": 0.3, "similarity": 0},
+        [0.3, 1],
+        of_sla,
+    ]
     of_keys = Selection(top_p=0.9, dense_first=226)
-    meant = [Selection(0.3, similarity=0.1), of_keys, Selection(0.3, 0, 0)]
+    meant = [
+        Selection(0.3, similarity=0.1), of_keys, Selection(0.3, 0, 0), Selection((0.3, 1)),
+        Selection(rule="sla", sparsity=(0.9, 0, 0.85)),
+    ]  # fmt: skip
     rules = [{"recipe": "sage1", "keep": keep} for keep in said]
     for each in said, meant:
         assert [x.keep for x in Policy([Rule("sage1", keep=x) for x in each]).rules] == meant
@@ -584,7 +597,8 @@ INVALID = {  # text, line, reason
     "key": ('{"version": 1,\n"rule": []}', 2, "rule does not exist: did you mean rules?"),
     "twice": ('{"version": 1, "rules": [],\n"rules": []}', 2, "rules is given 2 times"),
 }
-FRACTION = "{} must be a fraction, 0 to 1"
+ONE = "{} must be a fraction, 0 to 1"
+FRACTION = f"{ONE}, or a list of one for each head of q"
 AMOUNT = "rule pooled must be given at least one of top_k, top_p, above 0"
 RANGES = (
     "dense must be a list of ranges [from, to] of tokens, none of them empty: numbers, below 0 "
@@ -611,14 +625,15 @@ RULES = {  # the rule's second line, reason
     **got("length", "length must not be an empty range", "[128, 64]"),
     '"length": [128,\n  64]': "length must not be an empty range, got [128, 64]",
     '"stage": ""': "a stage must have a name that is a string, or be None, got ''",
-    **got("keep", AMOUNT, "0", "{}", '{"similarity": 0.3}'),
-    **got("keep", FRACTION.format("top_k"), "1.5", "NaN", "true", "[0.3]"),
-    **kept("top_p", FRACTION.format("top_p"), "-0.1"),
+    **got("keep", AMOUNT, "0", "[0, 0.0]", "{}", '{"similarity": 0.3}'),
+    **got("keep", FRACTION.format("top_k"), "1.5", "NaN", "true", "[]", "[0.3, 1.5]", "[[0.3]]"),
+    **kept("top_p", ONE.format("top_p"), "-0.1", "[0.1, 0.2]"),
     **kept("dense_first", "dense_first must be a number of tokens", "0.5"),
     **kept("dense_last", "dense_last must be a number of tokens", "-1"),
     **kept("rule", "rule must be one of pooled, sla, vsa, sol, error", '"sea"', '["sla"]', beside=""),
     **got("keep", "rule sla must be given one of top_k, sparsity, above 0", '{"rule": "sla"}',
-          '{"rule": "sla", "top_k": 0}', '{"rule": "sla", "top_k": 0.1, "sparsity": 0.9}'),
+          '{"rule": "sla", "top_k": 0}', '{"rule": "sla", "top_k": [0, 0]}',
+          '{"rule": "sla", "top_k": [0.1, 0], "sparsity": [0, 0]}', '{"rule": "sla", "top_k": 0.1, "sparsity": 0.9}'),
     '"keep": {"rule": "sla", "top_p": 0.9}':
         "rule sla takes top_k, sparsity, scores, dense, blocks, layout, cube, tail, tail_block, got top_p",
     '"keep": {"top_k": 0.3, "scores": "fp32"}':

@@ -23,6 +23,7 @@ from sage_inductor.policy import from_python
 RECIPE = "sage2-8b-per-token"
 KEEP = {"top_k": 0.3, "similarity": 0, "dense_first": 70}
 TAIL = KEEP | {"tail": True}
+CUBES = {**KEEP, "dense_last": 6, "layout": [4, 9, 12]}  # of 70 + 432 + 6 tokens
 sdpa = F.scaled_dot_product_attention
 
 
@@ -86,6 +87,135 @@ def test_a_call_computes_the_blocks_that_are_selected():
         "select_blocks_default[1], None, None, 128, 64)",
     ]
     assert site.reason == f"emulated; keep {KEEP} (rule 1 of the policy)"
+
+
+# -- a fraction for each head --
+
+BY_HEAD = [0.1, 0.5, 0.5, 0.9]
+
+
+def heads_alone(q, k, v, keep):
+    """Each head of q by a call of its own, by its fraction alone."""
+    name = "sparsity" if "sparsity" in keep else "top_k"
+    of_k = q.shape[1] // k.shape[1]
+    return torch.cat(
+        [
+            by_selected(
+                q[:, h : h + 1], *(x[:, h // of_k : h // of_k + 1] for x in (k, v)),
+                {**keep, name: keep[name][h]},
+            )[0]
+            for h in range(q.shape[1])
+        ],
+        1,
+    )  # fmt: skip
+
+
+def test_each_head_computes_the_blocks_that_its_fraction_selects():
+    q, k, v = tokens(700), tokens(700, H=2), tokens(700, H=2)
+    out, graph, (site,) = rewritten(
+        lambda q, k, v: sdpa(q, k, v, enable_gqa=True), q, k, v, keep=BY_HEAD
+    )
+    expected, lists = by_selected(q, k, v, BY_HEAD)
+    assert torch.equal(out, expected)
+    counts = lists.kv_num_blocks.sum((0, 2)).tolist()
+    assert counts[0] < min(counts[1:3]) and max(counts[1:3]) < counts[3]
+    assert support.calls(graph).splitlines()[0] == (
+        "select_blocks_default = sage.select_blocks(l_q_, l_k_, 0.125, 0.0, 0.0, 0.1, 0, 0, 128, "
+        '64, {"top_k": [0.1, 0.5, 0.5, 0.9]})'
+    )
+    assert site.reason == "emulated; keep (0.1, 0.5, 0.5, 0.9) (rule 1 of the policy)"
+    assert json.loads(json.dumps(site.decision.selection.given())) == BY_HEAD
+
+
+KEEPS_BY_HEAD = {
+    "top_k": {"top_k": [0.1, 0.5, 0.5, 0.9], "similarity": 0, "dense_first": 70},
+    "tail": {"top_k": [0.1, 0.5, 0.01, 1], "similarity": 0, "tail": True},
+    "cubes": {**CUBES, "top_k": [0.9, 0.1, 0.1, 0.2]},
+    "sla": {"rule": "sla", "sparsity": [0.9, 0.5, 0.2, 0]},
+    "vsa": {"rule": "vsa", "sparsity": [0.9, 0.5, 0.5, 0.9]},
+    "error": {"top_k": [0.1, 0.5, 0.6, 1], "rule": "error"},
+}
+
+
+@pytest.mark.parametrize("case", KEEPS_BY_HEAD)
+def test_a_call_is_to_the_bit_those_of_its_heads(case):
+    keep = KEEPS_BY_HEAD[case]
+    q, k, v = (tokens(508, 2, 4) for _ in range(3))
+    out, _, (site,) = rewritten(sdpa, q, k, v, keep=keep)
+    assert site.rewritten
+    assert torch.equal(out, heads_alone(q, k, v, keep))
+
+
+@pytest.mark.parametrize("keep", [[0.1, 0.5], {"rule": "sla", "sparsity": [0.5] * 2}])
+def test_a_call_of_another_number_of_heads_stays_with_the_reason(keep):
+    """One for each head of k is not enough."""
+    q, k, v = tokens(256), tokens(256, H=2), tokens(256, H=2)
+    attend = functools.partial(sdpa, enable_gqa=True)
+    _, _, (site,) = rewritten(attend, q, k, v, keep=keep)
+    assert not site.rewritten and site.reason == (
+        "keep must have a fraction for each of q's 4 heads, or one for all, got 2 "
+        "(rule 1 of the policy)"
+    )
+    assert "where ranks divide the heads, each rank those of its own" in site.why.cause.remedy
+
+
+def test_the_heads_of_a_module_and_a_stage_have_fractions_of_their_own():
+    """The first rule that fits is asked for."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Attend(), Attend()
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
+    class Attend(torch.nn.Module):
+        def forward(self, x):
+            return sdpa(x, x, x)
+
+    rules = [
+        {"stage": "late", "keep": [0.9, 0.8, 0.7, 0.6]},
+        {"module": "*.a", "keep": [0.1, 0.2, 0.3, 0.4]},
+        {"keep": [0.5, 0.1, 0.5, 0.1]},
+    ]
+    given = {"sage.policy": [{"recipe": RECIPE, **each} for each in rules], "sage.emulate": True}
+    x = tokens(508)
+    late, of_a, of_b = (by_selected(x, x, x, each["keep"])[0] for each in rules)
+    with torch.no_grad(), support.op_by_op():
+        model = torch.compile(Model(), backend="sage", options=given, fullgraph=True)
+        assert all(map(torch.equal, model(x), (of_a, of_b)))
+        with sage_inductor.stage("late"):
+            assert all(map(torch.equal, model(x), (late, late)))
+
+
+def test_another_number_of_heads_than_a_graph_has_is_compiled_anew():
+    """The number of heads is dynamic, and one graph's fractions are for 4 of them."""
+    counters.clear()
+    with torch.no_grad(), support.op_by_op(split=True):
+        given = options(BY_HEAD)
+        run = torch.compile(sdpa, backend="sage", options=given, fullgraph=True, dynamic=True)
+        for H, N in ((4, 300), (4, 700), (6, 300), (4, 300)):
+            q, k, v = (tokens(N, H=H) for _ in range(3))
+            exact = sdpa(q, k, v)
+            expected = by_selected(q, k, v, BY_HEAD)[0] if H == 4 else exact
+            assert support.relative_l1(run(q, k, v), expected) < 1e-5, (H, N)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@torch.no_grad()
+def test_a_package_is_made_of_a_number_of_heads_that_is_known():
+    """A package checks no guard."""
+    module = torch.nn.Module()
+    module.forward = lambda x: sdpa(x, x, x)
+    for heads, reason in (
+        (torch.export.Dim("H", min=2, max=64), "q's s"),
+        (None, "emulated; keep ("),
+    ):
+        shapes = ({1: heads, 2: torch.export.Dim("N", min=129, max=4000)},)
+        program = torch.export.export(module, (tokens(300),), dynamic_shapes=shapes)
+        (site,) = sage_inductor.rewrite(program, options=options(BY_HEAD))
+        assert site.rewritten == (heads is None) and reason in site.reason
 
 
 SLA = {"rule": "sla", "sparsity": 0.85, "dense": [[0, 70], [-9, None]], "blocks": [64, 64]}
@@ -192,8 +322,6 @@ def test_an_eager_call_follows_the_policy():
 
 
 # -- in cubes --
-
-CUBES = {**KEEP, "dense_last": 6, "layout": [4, 9, 12]}  # of 70 + 432 + 6 tokens
 
 
 def test_a_layout_selects_and_computes_in_cubes():
@@ -329,25 +457,27 @@ def test_a_policy_with_a_layout_is_read_as_it_was_written(tmp_path):
     assert policy.rules[0].keep.given() == {**keep, "layout": (21, 45, 80), "cube": (4, 8, 8)}
 
 
+@pytest.mark.parametrize("keep", [SLA, BY_HEAD], ids=["sla", "by head"])
 @pytest.mark.parametrize("way", ["eager", "backend", "in a compiled function", "Inductor"])
-def test_an_attention_call_takes_what_a_policy_says(way):
+def test_an_attention_call_takes_what_a_policy_says(way, keep):
     q, k, v = tokens(400), tokens(400), tokens(400)
 
     def attend(q, k, v):
-        return sage_inductor.attention(q, k, v, recipe=RECIPE, keep=SLA)
+        return sage_inductor.attention(q, k, v, recipe=RECIPE, keep=keep)
 
     given = {"backend": "sage"} if way == "backend" else {"backend": "inductor"}
     run = attend if way == "eager" else torch.compile(attend, fullgraph=True, **given)
     if way == "in a compiled function":
         run = torch.compile(sage_inductor.attention, backend="aot_eager")
-        run = functools.partial(run, recipe=RECIPE, keep=SLA)
+        run = functools.partial(run, recipe=RECIPE, keep=keep)
     with torch.no_grad(), config.patch(emulate=True):
         out = run(q, k, v)
         dense = sage_inductor.attention(q, k, v, recipe=RECIPE)
-    expected = by_selected(q, k, v, SLA)[0]
+    expected = by_selected(q, k, v, keep)[0]
     assert support.relative_l1(out, expected) < 1e-6
     assert support.relative_l1(out, dense) > 1e-2
-    assert "keep {'rule': 'sla'" in sage_inductor.report()[0].reason
+    told = "(0.1, 0.5, 0.5, 0.9)" if keep is BY_HEAD else "{'rule': 'sla'"
+    assert f"keep {told}" in sage_inductor.report()[0].reason
 
 
 def test_a_rule_that_fits_comes_before_the_calls_own_keep():
@@ -468,6 +598,8 @@ EACH_WAY |= {
     "vsa": {"rule": "vsa", "sparsity": 0.7},
     "tail": TAIL,
     "cubes, a tail": {**CUBES, "tail": True},
+    "by head": KEEPS_BY_HEAD["sla"],
+    "by head, a tail": KEEPS_BY_HEAD["tail"],
 }
 
 
@@ -508,7 +640,7 @@ def at_lengths(run, names, lengths):
 
 def by_one_graph(x):
     """Through AOTAutograd, where what selects blocks opens."""
-    names = ["error, a tail"]
+    names = ["error, a tail", "by head", "by head, a tail"]
     counters.clear()
     with config.patch(emulate=True), support.op_by_op(split=True):
         run = torch.compile(each_of(names), backend="sage", fullgraph=True)
@@ -526,7 +658,7 @@ def of_any_length(names):
 
 
 def exported_once(x):
-    names = ["sla", "vsa, compete", "tail"]
+    names = ["sla", "vsa, compete", "tail", "by head"]
     yield from at_lengths(of_any_length(names).module(), names, (513,))
 
 
@@ -551,7 +683,7 @@ def test_whichever_way_it_is_run_it_is_attention_by_the_lists_that_are_selected(
 @torch.no_grad()
 def test_a_package_holds_for_other_lengths_than_its_examples(generated, tmp_path):
     """It checks no guard: each block of 300 keys has two means, the last one of 513 has one."""
-    names, path = ["error, a tail"], str(tmp_path / "model.pt2")
+    names, path = ["error, a tail", "by head"], str(tmp_path / "model.pt2")
     with config.patch(emulate=True):
         torch._inductor.aoti_compile_and_package(of_any_length(names), package_path=path)
     for name, x, out in at_lengths(torch._inductor.aoti_load_package(path), names, (513, 129)):
@@ -654,12 +786,18 @@ class Layer(torch.nn.Module):
         return x + self.out(attend(*self.heads(x)).transpose(1, 2).flatten(2))
 
 
+OF_TWO_HEADS = {
+    "pooled": {"top_k": [0.1, 0.6], "similarity": 0},
+    "sla": {"rule": "sla", "sparsity": [0.9, 0.3]},
+}
+
+
 def by_hand(layer, x, recipe=RECIPE, keep=KEEP):
     return layer(x, lambda q, k, v: by_selected(q, k, v, keep, recipe)[0])
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("keep", [KEEP, *TRAINED.values()])
+@pytest.mark.parametrize("keep", [KEEP, *TRAINED.values(), *OF_TWO_HEADS.values()])
 @torch.no_grad()
 def test_inductor_compiles_it_once_for_every_length(generated, keep):
     """test_export.py has a package built and run. The whole of it, by one graph for all lengths above a block of queries, tails among them."""
@@ -723,7 +861,7 @@ def test_a_package_of_a_layout_computes_in_cubes(built, generated, tmp_path):
 @pytest.mark.parametrize(
     "recipe, keep",
     [
-        (RECIPE, KEEP), (RECIPE, SLA), (RECIPE, TRAINED["vsa, compete"]), (RECIPE, TRAINED["sol"]),
+        *((RECIPE, keep) for keep in OF_TWO_HEADS.values()), (RECIPE, KEEP), (RECIPE, SLA), (RECIPE, TRAINED["vsa, compete"]), (RECIPE, TRAINED["sol"]),
         (RECIPE, TRAINED["error"]), (RECIPE, TAIL),
         support.swept("sage2-8b-rotated", KEEP), support.swept("sage2-8b-rotated", TAIL),
     ],
@@ -743,7 +881,9 @@ def test_what_a_package_is_made_of_selects_as_the_model_does(recipe, keep):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("keep", [KEEP, TAIL], ids=["dropped", "tail"])
+@pytest.mark.parametrize(
+    "keep", [KEEP, TAIL, [0.1, 0.3, 0.3, 0.2]], ids=["dropped", "tail", "by head"]
+)
 @torch.no_grad()
 def test_a_gpu_selects_and_computes_what_its_ops_do_one_by_one(mode, keep):
     """With new data in one CUDA graph."""

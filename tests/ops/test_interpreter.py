@@ -36,8 +36,9 @@ from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.reference import rowscaled
 from sage_inductor.ops.reference import training as of_training
-from sage_inductor.ops.sparse import listed
+from sage_inductor.ops.sparse import listed, selector
 from sage_inductor.ops.sparse import pool as of_tokens
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.ops.training import kernels as training
 from sage_inductor.ops.training.hopper import prepare
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
@@ -552,6 +553,24 @@ def test_the_blocks_that_lists_name(seed):
     counts = (torch.randint(0, width + 3, (2, of, 5)) * torch.randint(0, 2, (2, of, 5))).int()
     (found,) = listed._launch_listed(run, None, counts, indices, blocks)
     assert torch.equal(found, listed.listed_blocks(counts, indices, blocks))
+
+
+@pytest.mark.parametrize("name", ["top_k", "sparsity"])
+def test_kernels_compute_as_many_blocks_of_each_head_as_it_keeps(name, monkeypatch):
+    q, k, v = (x.cumsum(2) / 4 for x in support.qkv(1, 4, 2, 640, 640, 32, torch.float32))
+    asked = Selection(**{name: (0.1, 0.5, 0.5, 1)}, rule="sla")
+    given = q, k, 0.1, *asked.arguments()
+    expected = torch.ops.sage.select_blocks(*given)
+    pool, of_largest = of_tokens._launch_pool, of_tokens._launch_largest
+    monkeypatch.setattr(selector, "pool_blocks", functools.partial(pool, run, None))
+    monkeypatch.setattr(selector, "largest", lambda *x: of_largest(run, None, *x)[0])
+    found = selector.compose_select(*given)
+    assert all(map(torch.equal, found, expected))
+    kept = [1, 5, 5, 10] if name == "top_k" else [9, 5, 5, 1]
+    assert (found[0] == torch.tensor(kept)[:, None]).all()
+    lists = BlockLists(*found, None, None, *asked.size)
+    by_kernel, by_torch = run_portable(q, k, v, "sage1-per-token", Tile(64, 64, 4, 2), blocks=lists)
+    assert relative_l2(by_kernel[0], by_torch[0]) < 1e-3
 
 
 def test_of_a_row_with_nan_each_block_is_listed_once():

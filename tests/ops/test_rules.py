@@ -9,9 +9,13 @@ import math
 import random
 
 import pytest
+import support
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from sage_inductor.ops.sparse import selector
 from sage_inductor.ops.sparse.selector import RULES, Selection
@@ -337,11 +341,138 @@ def test_on_a_gpu_one_graph_counts_the_blocks_of_every_length():
     check_every_length("cuda", lengths, [0.1, 0.15, 0.2, 0.3, 0.7, 0.8, 0.85, 0.9])
 
 
+# -- a fraction for each head --
+
+BY_HEAD = [pair for pair in COUNTS if pair[1] in ("top_k", "sparsity")] + [("pooled", "top_k")]
+COUNTS_BY_HEAD = {**COUNTS, ("pooled", "top_k"): lambda r, M: -(-M * round(r * 10_000) // 10_000)}
+
+
+def fractions(draw: random.Random, heads: int) -> tuple:
+    """Some follow their like, and some are 0 or 1, which are no floats."""
+    found = []
+    while len(found) < heads:
+        x = draw.choice([*SPARSITIES, draw.random(), 0.001, 0, 1])
+        found += [x] * draw.choice([1, 1, 2, 5])
+    return tuple(found[:heads])
+
+
+@pytest.mark.parametrize("rule, name", BY_HEAD)
+def test_each_head_keeps_so_many_blocks_as_the_expression_says(rule, name):
+    """For every number of blocks up to 600, and more heads than an integer has bits."""
+    for seed in range(20):
+        draw = random.Random(seed)
+        of_heads = fractions(draw, draw.choice([1, 2, 24, 70]))
+        expected = [[COUNTS_BY_HEAD[rule, name](x, M) for M in range(1, 601)] for x in of_heads]
+        found = selector._count(torch.arange(1, 601), Selection(**{name: of_heads}, rule=rule))
+        assert found.tolist() == expected, of_heads
+
+
+@pytest.mark.parametrize("rule, name", BY_HEAD)
+def test_a_head_selects_the_bits_that_it_does_by_its_own_fraction(rule, name):
+    """Beside heads of the same fraction, and alone."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        B, H_kv, G = draw.choice([1, 2]), draw.choice([1, 2]), draw.choice([1, 2, 3])
+        N, D = draw.choice([*LENGTHS[:-2], draw.randint(2, 2000)]), draw.choice([8, 64])
+        dtype = draw.choice([torch.bfloat16, torch.float32])
+        q, k = (exact_tokens(draw, B, H, N, D, dtype) for H in (H_kv * G, H_kv))
+        others = {"top_p": draw.choice([0, 0.4])} if rule == "pooled" else {}
+        asked = Selection(**others, rule=rule) if others else drawn(draw, rule)
+        asked = asked._replace(top_k=0.0, sparsity=None, dense=draw.choice(RANGES))
+        asked = asked._replace(segments=(), mode="exempt")
+        of_heads = fractions(draw, H_kv * G)
+        found = select(q, k, asked._replace(**{name: of_heads}))
+        for h, x in enumerate(of_heads):
+            one = asked._replace(**{name: x})
+            alone = select(q[:, h : h + 1], k[:, h // G : h // G + 1], one)
+            assert torch.equal(found[:, h], select(q, k, one)[:, h]), (seed, h, of_heads)
+            assert torch.equal(found[:, h], alone[:, 0]), (seed, h, of_heads)
+
+
+def check_each_head_at_every_length(device: str, lengths: list[int], **given) -> None:
+    """That one graph has the counts of all lengths and heads."""
+    of_heads, pairs = fractions(random.Random(1), 24), BY_HEAD[:-1]
+    of_op = [Selection(**{name: of_heads}, rule=rule).arguments() for rule, name in pairs]
+    compiled, graphs = by_one_graph(
+        lambda q: [torch.ops.sage.select_blocks(q, q, 1.0, *each)[0] for each in of_op], **given
+    )
+    for N in lengths:
+        q = torch.zeros(1, len(of_heads), N, 8, device=device, dtype=torch.bfloat16)
+        torch._dynamo.mark_dynamic(q, 2)
+        for pair, counts in zip(pairs, compiled(q), strict=True):
+            blocks = -(-N // RULES[pair[0]].blocks[1])
+            expected = [max(1, COUNTS[pair](x, blocks)) for x in of_heads]
+            assert (counts[0].T.cpu() == torch.tensor(expected)).all(), (pair, N)
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", support.swept("inductor")])
+def test_one_graph_counts_the_blocks_of_each_head_and_every_length(backend):
+    lengths = [64 * n for n in (3, 10, 59, 100, 590)] + [130, 6401]
+    check_each_head_at_every_length("cpu", lengths, backend=backend)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_one_graph_counts_the_blocks_of_each_head_and_every_length():
+    lengths = [64 * n for n in range(3, 1200, 31)] + [130, 6401, 37761]
+    check_each_head_at_every_length("cuda", lengths)
+
+
+@pytest.mark.parametrize("rule, name", BY_HEAD)
+def test_the_fractions_of_heads_are_made_on_the_device(rule, name):
+    """None is a constant of the graph, or copied from the host: a CUDA graph has no such thing."""
+    asked = Selection(**{name: (0.1, 0.5, 0.5, 0.9)}, rule=rule)
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 700, 64, device="cuda", dtype=torch.bfloat16)
+        opened = functools.partial(selector.compose_select, scale=0.1)
+        names = ("top_k", "top_p", "similarity", "dense_first", "dense_last", "block_q", "block_kv",
+                 "others")  # fmt: skip
+        given = dict(zip(names, asked.arguments(), strict=True))
+        graph = make_fx(lambda q, k: opened(q, k, **given))(q, q).graph
+    assert not graph.find_nodes(op="get_attr")
+    values = [x for node in graph.nodes for x in tree_leaves(node.meta.get("val"))]
+    assert {x.device.type for x in values if isinstance(x, Tensor)} == {"cuda"}
+    wheres = graph.find_nodes(op="call_function", target=torch.ops.aten.where.self)
+    dtype = torch.long if rule == "pooled" else torch.double
+    assert sum(node.meta["val"].dtype == dtype for node in wheres) == 2  # one for a head alike
+
+
+@pytest.mark.parametrize("heads", [1, 3, 5])
+def test_another_number_of_heads_is_an_error(heads):
+    q, given = torch.randn(1, heads, 300, 16), (0.1,) * (4 if heads < 5 else 1)
+    what = f"select_blocks: fractions must be one for each of q's {heads} heads, got {len(given)}"
+    for asked in (Selection(given), Selection(rule="vsa", sparsity=given)):
+        with pytest.raises(ValueError, match=what):
+            torch.ops.sage.select_blocks(q, q, 0.1, *asked.arguments())
+
+
+def test_a_fraction_for_all_is_what_it_was_to_the_op():
+    """In the arguments of old programs, whose graphs stay the same."""
+    assert Selection(0.3).arguments() == (0.3, 0.0, 0.1, 0, 0, 128, 64)
+    of_sla = Selection(rule="sla", top_k=0.3).arguments()
+    assert of_sla == (0.3, 0.0, 0.1, 0, 0, 128, 64, '{"rule": "sla"}')
+    said = '{"top_k": [0.3, 1]}'
+    assert Selection((0.3, 1)).arguments() == (0.0, 0.0, 0.1, 0, 0, 128, 64, said)
+    said = '{"rule": "sla", "sparsity": [0.3, 0]}'
+    of_sla = Selection(rule="sla", sparsity=(0.3, 0), tail=True).arguments()
+    assert of_sla == (0.0, 0.0, 0.1, 0, 0, 128, 64, said)
+
+
+def test_what_torch_asks_of_an_op_with_a_fraction_for_each_head():
+    q, k = torch.randn(1, 4, 300, 16), torch.randn(1, 2, 300, 16)
+    utilities = "test_schema", "test_autograd_registration", "test_faketensor"
+    for asked in (Selection((0.1, 0.5, 0.5, 1)), Selection(rule="vsa", sparsity=(0.1, 0.9, 0, 1))):
+        given = q, k, 0.1, *asked.arguments()
+        torch.library.opcheck(torch.ops.sage.select_blocks.default, given, test_utils=utilities)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_nothing_waits_for_the_device():
     q = torch.randn(1, 2, 9000, 64, device="cuda").bfloat16()
-    for rule in TRAINED:
-        given = drawn(random.Random(0), rule).arguments()
+    by_head = Selection((0.1, 0.4)), Selection(rule="vsa", sparsity=(0.3, 0.9))
+    for asked in (*(drawn(random.Random(0), rule) for rule in TRAINED), *by_head):
+        given = asked.arguments()
         torch.ops.sage.select_blocks(q, q, 0.1, *given)
         torch.cuda.set_sync_debug_mode("error")
         try:
