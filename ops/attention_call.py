@@ -101,7 +101,7 @@ class AttentionCall(NamedTuple):
         return CallShape(
             device, self.q.dtype, (B, H_q, N_q, int(D)), (B, H_kv, self.n_kv, int(D)),
             (B, H_kv, self.n_kv, self.head_dim_v), self.band, *of_mask, self.blocks.size,
-            self.tail_block is not None,
+            self.tail_block is not None, packed=self.documents is not None,
         )  # fmt: skip
 
     @property

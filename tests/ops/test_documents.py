@@ -195,6 +195,21 @@ def by_kernels(case: Case) -> tuple[Tensor, Tensor]:
     return out, lse[:, :, places_of(call.perm, case.q.shape[2])]
 
 
+@pytest.mark.parametrize("D, tile", [(64, tiles.ALONE_64), (128, tiles.ALONE_128)])
+def test_on_hopper_a_warpgroup_alone_attends_documents(D, tile):
+    """And not two, as by other lists of such blocks."""
+    x = torch.zeros(1, 2, 5000, D, dtype=torch.bfloat16)
+    call = Case(x, x, x, [2500] * 2, [2500] * 2, None, Band(), "sage2-8b-rotated").call()
+    seen = Visibility.of(call.attn_mask, call.band, call.perm.shape[0], 128, call.blocks)
+    a = attention_call(
+        *call[:3], None, seen, 0.1, NAMED["sage2-8b-rotated"], False, None, *call[-4:]
+    )
+    shape = a.shape(Gpu((9, 0), 132))
+    for packed, expected in ((shape.packed, tile), (False, tiles.TWO)):
+        found = select.tile_of_hopper(shape._replace(packed=packed), NAMED["sage2-8b-rotated"])
+        assert found == expected
+
+
 @in_interpreter
 @seeds(300, always=6)
 def test_kernels_attend_each_document_as_if_alone(seed):
