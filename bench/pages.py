@@ -61,7 +61,7 @@ PLANS = (
     "packages", "packed", "parallel", "parallel-host", "parallel-sockets", "peers", "ring",
     "sageattention", "sparse", "sparse-trained", "linear", "lists", "selected", "whole", "beside",
     "decode", "decoding", "comfyui", "perplexity", "layout", "tail", "sparse-peers", "sparse-whole",
-    "corrections",
+    "corrections", "cubes",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -364,6 +364,7 @@ TABLES = {
     "beside": of("beside", models.beside_table),
     "blocks": blocks_in_short,
     "corrections": of("corrections", sparse.corrections_table),
+    "cubes": of("cubes", model.selected_table),
     "curves": sections(curves.TITLES, trained_section),
     "comfyui": of("comfyui", comfyui.table),
     "decode": of("decode", decode.table),
