@@ -287,8 +287,8 @@ def hopper_of_blocks(
     """The tile with which the Hopper kernel computes a call by lists of blocks of these queries
     and keys, if it does: its warpgroups share a list. A warpgroup alone takes 0.53 of the time of
     three that read what any of their lists names (75,600 tokens, a tenth of blocks of 64 x 64; by
-    NABLA's lists 0.64; H200, 2026-11-29). Of packed documents (packed) it takes 0.73 to 1.06 of the
-    time of two, and by 0.5 to 1.06 of that of three: half a tile is idle in a short one."""
+    NABLA's lists 0.64; H200, 2026-11-29). By lists of 128 queries it takes 0.95 to 1.07 of the time
+    of two, but 0.73 to 1.06 where they are those of packed documents."""
     tile = hopper(capability, pv, head_dim, False, ANY)
     if tile is None or (pv == "fp8" and head_dim <= 64 and n_kv < LISTED_KEYS):
         return None
