@@ -244,7 +244,7 @@ def test_a_gpu_attends_each_document_as_if_alone(seed):
         if n_q and k.shape[2] and seen_keys(band, n_q, k.shape[2]) is None:
             dense = SdpaCall.of(q, k, v, 0.1, NAMED[case.recipe].encode(), band=band)
             expected, expected_lse = torch.ops.sage.sdpa(*dense)
-            assert support.relative_l1(out[:, :, here], expected) < 0.03, (case[3:], s)
+            assert support.relative_l1(out[:, :, here], expected) < 0.06, (case[3:], s)
             torch.testing.assert_close(lse[:, :, here], expected_lse, rtol=1e-3, atol=1e-2)
         begin += n_q
 
