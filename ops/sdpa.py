@@ -98,19 +98,8 @@ class SdpaCall(NamedTuple):
             bottom_right=bottom_right, **usual | others,
         )  # fmt: skip
 
-    @property
-    def blocks(self) -> BlockLists:
-        at = self._fields.index(BlockLists._fields[0])
-        return BlockLists(*self[at : at + len(BlockLists._fields)])
-
-    @property
-    def band(self) -> Band:
-        return Band(self.left, self.right, self.bottom_right)
-
-    @property
-    def keys_order(self) -> tuple:
-        """perm of keys, spans and documents."""
-        return self.perm if self.perm_k is None else self.perm_k, self.spans, self.documents
+    blocks, band = AttentionCall.blocks, AttentionCall.band
+    keys_order = AttentionCall.keys_order
 
     def of_seen_keys(self) -> "SdpaCall":
         """The same call without the keys that its band hides from every query: they are in no mean

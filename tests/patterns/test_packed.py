@@ -8,6 +8,7 @@ import torch
 from support import run_seen
 from torch.nn.attention.varlen import varlen_attn
 
+import sage_inductor
 from sage_inductor import patterns
 from sage_inductor.choose import families, tables
 from sage_inductor.choose.decide import decide
@@ -300,3 +301,31 @@ def test_the_numbers_of_documents_must_be_alike():
         torch.ops.sage.documents(CU, T, CU[1:], T)
     with pytest.raises(ValueError, match=r"seqused_k must be \[3\] of integers, got \[4\]"):
         torch.ops.sage.documents(CU, T, CU, T, CU)
+
+
+class Varlen(torch.nn.Module):
+    def forward(self, q, cu):
+        return varlen_attn(q, q + 1, q, cu, cu, 4096, 4096, window_size=(-1, 0))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_package_of_documents_runs_at_other_lengths(tmp_path):
+    """And other numbers of them."""
+
+    def given(lengths):
+        q = torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16)
+        return q, torch.tensor([0, *itertools.accumulate(lengths)], device="cuda").int()
+
+    T, S = (torch.export.Dim(name, min=2, max=8192) for name in "TS")
+    program = torch.export.export(Varlen(), given([700, 800, 500]), dynamic_shapes=({0: T}, {0: S}))
+    path = sage_inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2"), options={"sage.force": True}
+    )
+    (site,) = sage_inductor.report()
+    assert site.recipe == "sage2-8b-rotated"
+    package = torch._inductor.aoti_load_package(path)
+    for lengths in ([700, 800, 500], [1], [64, 1, 3000, 129]):
+        q, cu = given(lengths)
+        out, exact = package(q, cu), Varlen()(q, cu)
+        assert (out - exact).abs().mean() < 0.06 * exact.abs().mean()
