@@ -12,6 +12,7 @@ its projection. For training Dynamo puts the kernel into a graph of its own, bes
 """
 
 from operator import eq
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -32,18 +33,19 @@ NUMBERS = ["qk_scale", "topk", "L", "M_BLOCKS", "D", "BLOCK_M", "BLOCK_N"]
 
 def find(launch: Node, index: graph.GraphIndex) -> Call | None:
     """The call whose output `launch` writes to OS, which is the Call's node."""
-    table, given = compat.kernel_side_table, launch.kwargs["kwargs"]
-    kernel = table.get_kernel(launch.kwargs["kernel_idx"])
+    kwargs: Any = launch.kwargs
+    table, given = compat.kernel_side_table, kwargs["kwargs"]
+    kernel = table.get_kernel(kwargs["kernel_idx"])
     function = getattr(kernel, "base_fn", getattr(kernel, "fn", None))  # of an Autotuner, a kernel
     names = set(getattr(kernel, "arg_names", ()))
     is_named = getattr(function, "__name__", None) == NAME and "LUT" in names
     if not is_named or not all(isinstance(given.get(x), Node) for x in TENSORS[:4]):
         return None
-    numbers = table.get_constant_args(launch.kwargs["constant_args_idx"])
+    numbers = table.get_constant_args(kwargs["constant_args_idx"])
     q, k, v, out = (given[x] for x in TENSORS[:4])
     spelling, emit = f"{function.__module__}.{NAME}", graph.Emitter(launch, index)
     call = Call(out, spelling, emit, q, k, v, value_of(out), dead=[launch])
-    if names == {*TENSORS, *NUMBERS} and _is_attention(launch, given, numbers):
+    if names == {*TENSORS, *NUMBERS} and _is_attention(launch, kwargs, numbers):
         call.refused = _why_not(call, launch, given["LSE"])
     else:
         call.refused = reasons.ANOTHERS_LISTS(spelling)
@@ -55,8 +57,9 @@ def find(launch: Node, index: graph.GraphIndex) -> Call | None:
     return call
 
 
-def _is_attention(launch: Node, given: dict, numbers: dict) -> bool:
+def _is_attention(launch: Node, kwargs: dict, numbers: dict) -> bool:
     """Whether all rows of attention are computed, and written to a tensor that nothing has used."""
+    given: dict = kwargs["kwargs"]
     tensors = [value_of(given.get(x)) for x in TENSORS]
     known = all(isinstance(numbers.get(x), (int, float)) for x in NUMBERS)
     if not known or not all(isinstance(x, torch.Tensor) for x in tensors) or tensors[0].dim() != 4:
@@ -64,7 +67,7 @@ def _is_attention(launch: Node, given: dict, numbers: dict) -> bool:
     (B, H, N, D), (_, topk, *sizes, block_q, block_kv) = tensors[0].shape, map(numbers.get, NUMBERS)
     M = -(-sizes[0] // block_q)
     shapes = [(x.shape, (B, H, N, D)) for x in tensors[:4]]
-    shapes += [(map(value_of, grid), (M, B * H, 1)) for grid in launch.kwargs["grid"]]
+    shapes += [(map(value_of, grid), (M, B * H, 1)) for grid in kwargs["grid"]]
     shapes += [(tensors[4].shape, (B, H, M, topk)), (sizes, (N, M, D))]
     pairs = ((tuple(a), b) for a, b in shapes)
     alike = all(len(a) == len(b) and all(map(guarded, map(eq, a, b))) for a, b in pairs)

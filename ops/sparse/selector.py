@@ -105,7 +105,7 @@ class Selection(NamedTuple):
     tail: bool = False  # means of tail_block keys stand for the blocks that are not kept
     tail_block: int = 64  # of formats.TAIL_BLOCKS
 
-    def given(self) -> float | dict:
+    def given(self) -> float | tuple[float, ...] | dict:
         """As a policy says it: the fields that are not the defaults, or top_k alone."""
         fields = self._changed()
         return self.top_k if fields.keys() == {"top_k"} else fields

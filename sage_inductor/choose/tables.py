@@ -21,6 +21,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock  # torch itself asks for it
@@ -40,11 +41,12 @@ ALIKE = {"NVIDIA H100 80GB HBM3": H200}
 MEASURED = (9, 0)  # the compute capability of the GPUs whose tables are built in
 
 
-def gpu_name(device: torch.device) -> str:
+def gpu_name(device: Any) -> str:
+    """Of a torch.device."""
     return torch.cuda.get_device_name(device)
 
 
-def whose_times(device: torch.device) -> str:
+def whose_times(device: Any) -> str:
     """The GPU by whose times a call on the device is predicted."""
     return H200 if device.type == "cpu" else gpu_name(device)
 
