@@ -197,7 +197,7 @@ def test_a_tower_is_one_graph_whatever_the_images_and_gives_what_the_loop_gives(
             for found in (tower(x, grid), whole(x, grid, **known_before(tower, grid))):
                 torch.testing.assert_close(found.pooler_output, same.pooler_output)
                 torch.testing.assert_close(found.last_hidden_state, same.last_hidden_state)
-    assert graphs() <= 2
+    assert graphs() <= 2 + (torch.__version__ < "2.12")
 
 
 @pytest.mark.parametrize("kind, window", [("Llama", None), ("Mistral", 6)])

@@ -424,7 +424,9 @@ def selected(group, q, k, v, keep, emulate=True) -> tuple:
         return F.scaled_dot_product_attention(*(for_heads(group, x) for x in (q, k, v)), **gqa)
 
     def by_keys(q, k, v):
-        k, v = (all_gather_tensor(x, 2, group) for x in (k, v))
+        # Not by dimension 2, which torch 2.11 does not trace.
+        all_ = (all_gather_tensor(x.contiguous(), 0, group) for x in (k, v))
+        k, v = (torch.cat(x.chunk(group.size()), 2) for x in all_)
         out = F.scaled_dot_product_attention(q, k, v, **gqa)
         return out, gather_attention(q, k, v, group)
 

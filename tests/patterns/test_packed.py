@@ -62,6 +62,7 @@ def sites_of(function, *inputs) -> list:
 
 
 T, H, D = 24, 4, 16
+GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11's takes any heads
 CU = torch.tensor([0, 7, 7, 24], dtype=torch.int32)
 
 
@@ -87,11 +88,11 @@ PACKED = {  # (the call, its band, its scale)
     "a namespace with a hash": (
         lambda q, k, v, cu: op("my_vllm_flash_attn3_c0ffee.fwd")(q, k, v, CU, cu), (None, None), 0.25),
     "torch": (
-        lambda q, k, v, cu: [varlen_attn(q, k, v, CU, cu, 17, 17, enable_gqa=True)], (None, None), 0.25),
+        lambda q, k, v, cu: [varlen_attn(q, k, v, CU, cu, 17, 17, **GQA)], (None, None), 0.25),
     "torch, causal": (
-        lambda q, k, v, cu: [varlen_attn(q, k, v, CU, cu, 17, 17, window_size=(-1, 0), scale=0.3, enable_gqa=True)], (None, 0), 0.3),
+        lambda q, k, v, cu: [varlen_attn(q, k, v, CU, cu, 17, 17, window_size=(-1, 0), scale=0.3, **GQA)], (None, 0), 0.3),
     "torch, a window": (
-        lambda q, k, v, cu: [varlen_attn(q, k, v, CU, cu, 17, 17, window_size=(4, 0), enable_gqa=True)], (4, 0), 0.25),
+        lambda q, k, v, cu: [varlen_attn(q, k, v, CU, cu, 17, 17, window_size=(4, 0), **GQA)], (4, 0), 0.25),
 }  # fmt: skip
 
 

@@ -1141,6 +1141,8 @@ TAKEN = {
     "one head of queries": lambda q, k, v: (q[:, :1] @ k.mT + BIAS).softmax(-1) @ v,
     "keys without heads": one_head_of_keys,
 }  # fmt: skip
+if torch.__version__ < "2.12":  # whose graph has detach_() in place, which is not read
+    del TAKEN["a detached number"]
 # Of these no size is read: they are tried with known ones alone.
 OF_NUMPY = ("numpy", "a number of numpy", "numpy's float32", "a division by numpy's root",
             "a quotient of numpy's", "numpy's arithmetic", "an array of numpy's")  # fmt: skip
