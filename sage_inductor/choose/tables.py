@@ -42,7 +42,6 @@ MEASURED = (9, 0)  # the compute capability of the GPUs whose tables are built i
 
 
 def gpu_name(device: Any) -> str:
-    """Of a torch.device."""
     return torch.cuda.get_device_name(device)
 
 
