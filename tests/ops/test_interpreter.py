@@ -571,7 +571,7 @@ def test_kernels_compute_as_many_blocks_of_each_head_as_it_keeps(name, monkeypat
     lists = BlockLists(*found, None, None, *asked.size)
     q, k, v = q.half(), k.half(), v.half()  # v would be bf16, which the interpreter cannot multiply
     by_kernel, by_torch = run_portable(q, k, v, "sage1-per-token", Tile(64, 64, 4, 2), blocks=lists)
-    assert relative_l2(by_kernel[0], by_torch[0]) < 1e-3
+    assert relative_l2(by_kernel[0], by_torch[0]) < 3e-3  # of fp16
 
 
 def test_of_a_row_with_nan_each_block_is_listed_once():
