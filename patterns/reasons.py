@@ -263,9 +263,8 @@ FROM_POSITIONS = Cause(
 ANOTHER_KERNEL = Cause("`{}` is another library's kernel",
     'call F.scaled_dot_product_attention (attn_implementation="sdpa" in transformers)')
 ANOTHERS_LISTS = Cause("`{}` is another library's kernel for lists of blocks",
-    "call sage_inductor.functional.video_sparse_attention, which has VSA's rule, layout and gate, "
-    "or sparse_linear_attention, which has SLA's rule and branch; for lists of your own compile "
-    "flex_attention with a BlockMask")
+    "call video_sparse_attention or sparse_linear_attention of sage_inductor.functional; for lists "
+    "of your own compile flex_attention with a BlockMask")
 SPARGE = Cause("a graph breaks at a kernel of SpargeAttn's ({} graphs so far)",
     "for SLA call sage_inductor.functional.sparse_linear_attention with the layer's proj_l; else "
     'give F.scaled_dot_product_attention a policy with "keep"')

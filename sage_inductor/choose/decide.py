@@ -38,7 +38,7 @@ from sage_inductor.ops.symbols import as_int, guarded, hint, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.ops.visibility import CAUSAL, FULL
 from sage_inductor.options import Settings
-from sage_inductor.patterns import eligible, reasons
+from sage_inductor.patterns import eligible, reasons, sla
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.graph import statically_true, value_of
 from sage_inductor.patterns.module_path import module_path
@@ -49,11 +49,11 @@ from sage_inductor.policy import CallDescription, ask, kept, layer_of
 # Queries and keys from which block lists beat compiled flex_attention. The preparation of k and v
 # weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:
 # bench/lists.py, with 10 to 100 % of the blocks. They were not timed beside a mask, which is what
-# FastVideo's sizes of blocks become.
+# FastVideo's sizes of blocks become, and nobody has timed SLA's kernel.
 LISTS_FROM = 16384
 # Tokens of a packed document, on average, from which 8 bits beat FlashAttention 2's varlen kernel:
 # by 1.4 to 2.6 from here on, by 1.14 to 1.25 with 1,024 tokens, not with 512. FlashAttention 3's
-# takes 0.6 to 1.2 of their time. H200, 2026-11-29, torch 2.11: bench/packed.py.
+# takes 0.7 to 1.2 of their time. H200, 2026-11-29, torch 2.11: bench/packed.py.
 DOCUMENTS_FROM = 2048
 
 
@@ -297,7 +297,7 @@ def _fastest(call: Call, shape: CallShape, settings: Settings, names: tuple[str,
     if shape.packed:
         return _by_documents(call, shape, settings, names[0])
     if shape.kind == "blocks":
-        return _by_lists(shape, settings, names[0])
+        return _by_lists(call, shape, settings, names[0])
     return _predicted(call, shape, settings, names)
 
 
@@ -412,12 +412,12 @@ def _predicted(
     return Decision(None, refused[0])
 
 
-def _by_lists(shape: CallShape, settings: Settings, recipe: str) -> Decision:
+def _by_lists(call: Call, shape: CallShape, settings: Settings, recipe: str) -> Decision:
     """The recipe, where it was measured to be faster by block lists than flex_attention is."""
     lost = tiles.hopper_unavailable(shape.capability)
     suits = tiles.suits_hopper(shape, recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
-    known = known and shape.mask is None
+    known = known and shape.mask is None and not call.spelling.endswith(sla.NAME)
     if not known or pad_head_dim(shape.head_dim) not in (64, 128):
         return Decision(None, reasons.LISTS_UNMEASURED(recipe))
     if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):
