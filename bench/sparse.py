@@ -342,7 +342,10 @@ TOKENS = 75_600
 LISTS_MS = (0.1, 0.3, 0.5, 1.0), (9.14, 26.03, 42.30, DENSE_MS)  # by density
 TAIL_MS = {64: 1.75, 32: 4.0, 16: 8.0}  # 1.6 to 1.85; 3.3 to 4.7; not measured: twice 32's
 GRID = 2, 3, 4, 5, 6, 8, 10, 12, 14  # sixteenths of the blocks
-TRAINING = 400, 220  # seconds, of the model and of the one of videos four times as long
+TRAINING = {  # seconds, of the model and of the one of videos four times as long
+    "cpu": (400, 220),
+    "cuda": (60, 60),
+}
 
 
 def cost_ms(way: Way, density: float, share: float = 0.0) -> float:
@@ -399,10 +402,11 @@ def corrections_table(rows: list[dict]) -> str:
 
 
 def main_corrections(args, size: Size) -> int:
-    size = dataclasses.replace(size, seconds=TRAINING[0])
+    training = TRAINING[args.device.type]
+    size = dataclasses.replace(size, seconds=training[0])
     subjects = [video.trained_video(size, args.device, None)]
     more = {"N": 4 * size.N, "batch": max(1, size.batch // 4), "steps": max(1, size.steps // 4)}
-    size = dataclasses.replace(size, **more, evaluated=1, seconds=TRAINING[1])
+    size = dataclasses.replace(size, **more, evaluated=1, seconds=training[1])
     subjects.append(video.trained_video(size, args.device, None, subjects[0].model))
     models = "; ".join(f"{' x '.join(map(str, x.model.shape))}: {x.note}" for x in subjects)
     method = f"4 videos, 1 of the longer; attention in fp32; at noise levels {LEVELS}; {models}"

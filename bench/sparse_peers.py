@@ -11,13 +11,14 @@ share a part within 64 tokens, so that some blocks weigh more than others.
     128 x 64        ours by other lists of that size, of the same share
     cuDNN           cudnn-frontend's FP8; kernel: of what it has quantized before
     fastvideo       fastvideo-kernel's two, in bf16; "TK" is built for Hopper
+    SLA             the Triton kernel of thu-ml's SLA, in bf16
     flex, FLASH     compiled flex_attention, by Triton and by FlashAttention-4
     selected        ours, compiled: a policy's `keep` with a tail, its selection included
     tail            ours by the lists that it selects with a tail, the preparation included
     sol_attn        comfy-kitchen's with its tail: the same share of the blocks, which it selects
 
 x: its time over ours: over selected's or, where there is none, a kernel's over kernel's and others'
-over op's. Errors: relative L1 at 256 rows of the last head, to float64 attention by the lists
+over op's of that size. Errors: relative L1 at 256 rows of the last head, to float64 attention by the lists
 and to that of all keys. A peer that fails is named with its error.
 
 --whole: one call of Wan 14B at 720p by `keep` with cubes and a tail, what it consists of, and
@@ -53,6 +54,7 @@ from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 D, TAIL, RECIPE = 128, 64, NAMED[lists.RECIPE]
+OTHER = " 128 x 64"  # ends the names of what computes blocks of that size beside 64 x 64
 PACKAGES = (
     "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "comfy-kitchen", "fastvideo-kernel",
     "flash-attn-4",
@@ -69,13 +71,13 @@ class Case(NamedTuple):
 
 LENGTHS = 75648, 32768, 118784  # flex, compiled for each, is of the first alone
 SIZES = (128, 128), (64, 64), None
-CASES = [Case(*each) for each in itertools.product(LENGTHS, SIZES, (0.5, 0.3, 0.1))]
+DENSITIES = 0.5, 0.3, 0.1
 WHOLE = [Case(math.prod(lists.VIDEO), None, x, 40, lists.VIDEO) for x in (0.2, 0.1)]
 
 
 def main(argv=None) -> int:
     parser = harness.parser(__doc__, rounds=3, target_ms=40.0)
-    parser.add_argument("--N", type=int, nargs="+", choices=LENGTHS, default=LENGTHS)
+    parser.add_argument("--N", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--without", nargs="+", default=[], help="columns, by their first words")
     parser.add_argument("--whole", action="store_true", help="one call of Wan 14B")
     args = parser.parse_args(argv)
@@ -83,7 +85,8 @@ def main(argv=None) -> int:
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     sage_inductor.config.rewrite_inductor = False  # it would rewrite what is beside ours
-    cases = WHOLE if args.whole else [x for x in CASES if x.N in args.N]
+    drawn = itertools.product(args.N, SIZES, DENSITIES)
+    cases = WHOLE if args.whole else [Case(*each) for each in drawn]
     method = (
         f"1 batch, {cases[0].heads} heads, bf16, {lists.RECIPE}; median of {args.rounds} rounds of "
         f"{args.target_ms:g} ms, in turns, of CUDA graphs but where captured says no"
@@ -108,6 +111,7 @@ def table(rows: list[dict]) -> str:
         ms = {name: its["ms"] for name, its in row["times"].items()}
         for name, its in row["times"].items():
             to = "selected" if "selected" in ms else "kernel" if "kernel" in name else "op"
+            to += OTHER * name.endswith(OTHER)
             lines.append([
                 str(row["N"]), size, f"{row['listed']:.1%}", name, f"{ms[name]:.3f}",
                 f"{ms[name] / ms[to]:.2f}" if to in ms else "", "yes" if its["captured"] else "no",
@@ -118,7 +122,7 @@ def table(rows: list[dict]) -> str:
 
 
 OF_KERNELS = ("cuDNN kernel",)
-OF_CALLS = "cuDNN op", "fastvideo TK", "fastvideo Triton", "flex", "FLASH", "sol_attn"
+OF_CALLS = "cuDNN op", "fastvideo TK", "fastvideo Triton", "SLA", "flex", "FLASH", "sol_attn"
 
 
 def in_short(rows: list[dict]) -> str:
@@ -241,6 +245,14 @@ def fastvideo(index: Tensor) -> dict[str, Callable]:
     }  # fmt: skip
 
 
+def sla(size, index: Tensor, note: str = "") -> dict[str, Callable]:
+    def make():
+        apply = importlib.import_module("sparse_linear_attention.kernel")._attention.apply
+        return Provider("SLA", lambda *qkv: apply(*qkv, index, index, index.shape[3], *size))
+
+    return {f"SLA{note}": make}
+
+
 def sol(density: float) -> Provider:
     attend = partial(importlib.import_module("comfy_kitchen").sol_attn, topk_ratio=density)
     return Provider("sol", lambda *x: attend(*(y.transpose(1, 2) for y in x)).transpose(1, 2))
@@ -297,8 +309,9 @@ def columns(case: Case, q: Tensor, k: Tensor, order: Tensor | None) -> tuple[dic
     index = indices(blocks)
     found = ours(size, blocks) | cudnn(size, index)
     if size[0] == 64:
-        found |= ours(BLOCK_SIZE, equal(case, BLOCK_SIZE, q.device), " 128 x 64")
-        found |= fastvideo(index)
+        others = equal(case, BLOCK_SIZE, q.device)
+        found |= ours(BLOCK_SIZE, others, OTHER) | sla(BLOCK_SIZE, indices(others), OTHER)
+        found |= fastvideo(index) | sla(size, index)
     if case.N == LENGTHS[0]:
         flex = partial(lists.by_flex, lists.lists_of(blocks, *size), case.N)
         found["flex"] = lambda: Provider("flex", flex())
@@ -331,7 +344,7 @@ def measure(case: Case, device, args) -> dict:
             found[name] = {"captured": runner.captured}
             if (runner.out.dtype, runner.out.shape) == (q.dtype, q.shape):
                 out = runner.output()
-                has = ["of_dense"] if "128 x 64" in name or name == "sol_attn" else exact
+                has = ["of_dense"] if name.endswith(OTHER) or name == "sol_attn" else exact
                 found[name] |= {x: relative_l1(out[0, -1, at], exact[x]) for x in has}
         except Exception as error:  # one that fails must not cost the others
             errors[name] = harness.in_a_line(error)[:300]

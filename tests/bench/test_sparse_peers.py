@@ -24,18 +24,19 @@ class AtOnce:
         return torch.full_like(self.out, math.nan) if self.captured and self.empty else self.out
 
 
-def by_lists(q, k, v, index, count, block):
-    """[1, H, N, D] by index [1, H, N / block, width], of which each row has count."""
+def by_lists(q, k, v, index, count, block, tile=None):
+    """[1, H, N, D] by index [1, H, N / tile, width], of which each row has count. tile: block."""
+    tile = tile or block
     seen = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.bool)
     for h, m in torch.cartesian_prod(*map(torch.arange, index.shape[1:3])).tolist():
         for j in index[0, h, m, : count[0, h, m]].tolist():
-            seen[0, h, block * m : block * (m + 1), block * j : block * (j + 1)] = True
+            seen[0, h, tile * m : tile * (m + 1), block * j : block * (j + 1)] = True
     return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), seen).bfloat16()
 
 
 @pytest.fixture
 def installed(monkeypatch):
-    """cuDNN's and fastvideo's, not comfy-kitchen's."""
+    """All but comfy-kitchen."""
 
     def quantize(q, k, v, *, v_layout):
         assert v_layout == "bhds" and all(x.is_contiguous() for x in (q, k, v))
@@ -58,12 +59,17 @@ def installed(monkeypatch):
         assert len(sizes) == k.shape[2] // 64
         return by_lists(q, k, v, index, count, 64), "lse"
 
+    def sla(q, k, v, sparse_map, lut, topk, block_m, block_n):
+        assert lut.is_contiguous() and topk == lut.shape[3]
+        return by_lists(q, k, v, lut, torch.full(lut.shape[:3], topk), block_n, block_m)
+
     name = "cudnn.block_sparse_attention"
     given = {
         "cudnn": {}, name: {"block_sparse_attention_fp8_forward": op},
         f"{name}._fp8_quant": {"_quantize_sage_bhsd": quantize},
         f"{name}._interface": {f"_bsa_attn_fwd_sm90_fp8_blk{n}": kernel(n) for n in (64, 128)},
-        "fastvideo_kernel": {}, "comfy_kitchen": None,
+        "fastvideo_kernel": {}, "comfy_kitchen": None, "sparse_linear_attention": {},
+        "sparse_linear_attention.kernel": {"_attention": SimpleNamespace(apply=sla)},
     }  # fmt: skip
     for module, names in given.items():
         made = None if names is None else ModuleType(module)
@@ -82,8 +88,9 @@ def test_peers_compute_the_blocks_that_are_drawn(size, installed):
     )
     names = [x for x in row["times"] if not x.startswith("kernel")]
     fastvideo = ["fastvideo TK", "fastvideo Triton"] * (size[0] == 64)
-    assert names == ["cuDNN kernel", "cuDNN op", *fastvideo] and not row["errors"]
-    for name in names:
+    of_64 = [f"SLA{bench.OTHER}", *fastvideo, "SLA"] * (size[0] == 64)
+    assert names == ["cuDNN kernel", "cuDNN op", *of_64] and not row["errors"]
+    for name in (x for x in names if not x.endswith(bench.OTHER)):
         its = row["times"][name]
         assert its["of_lists"] < 0.01 < 0.2 < its["of_dense"]
         assert its["captured"] == (name not in fastvideo)
