@@ -1,3 +1,4 @@
+import ctypes
 import os
 import random
 import sys
@@ -77,6 +78,12 @@ def default_of_diffusers():
     yield
     if dispatch := sys.modules.get("diffusers.models.attention_dispatch"):
         dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+
+
+@pytest.fixture(scope="session")
+def one_libstdcxx():
+    """Without it Python crashes where it loads a package that holds its own: see export.py."""
+    ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ Shapes: qkv [B, N, H_q + 2 H_kv, D], of which q, k and v are views.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import re
 import threading
@@ -22,7 +21,7 @@ import sage_inductor
 from sage_inductor.lowering import replay
 from sage_inductor.ops.recipe import NAMED
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_libstdcxx")]
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
@@ -99,12 +98,6 @@ CALLS = {
     "block lists, 64": Attention(D=64, recipe="sage2-8b-per-token", keep=0.5),
 }
 SIZES = (2, 64), (1, 1), (3, 77), (1, 1535), (2, 1536), (1, 3071), (1, 4096), (5, 1000)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_libstdcxx():
-    """Without it Python crashes where it loads a package that holds its own: see export.py."""
-    ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
 
 
 def exported(of: Attention) -> torch.export.ExportedProgram:

@@ -901,7 +901,7 @@ def test_a_gpu_selects_and_computes_what_its_ops_do_one_by_one(mode, keep):
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep", [KEEP, TAIL], ids=["dropped", "tail"])
 @torch.no_grad()
-def test_a_package_on_a_gpu_selects_at_other_lengths(keep, tmp_path):
+def test_a_package_on_a_gpu_selects_at_other_lengths(keep, tmp_path, one_libstdcxx):
     """The lists are new with each."""
     layer = Layer(512, 128).cuda().bfloat16().eval()
 

@@ -311,7 +311,7 @@ class Varlen(torch.nn.Module):
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_a_package_of_documents_runs_at_other_lengths(tmp_path):
+def test_a_package_of_documents_runs_at_other_lengths(tmp_path, one_libstdcxx):
     """And other numbers of them."""
 
     def given(lengths):
