@@ -18,8 +18,9 @@ share a part within 64 tokens, so that some blocks weigh more than others.
     sol_attn        comfy-kitchen's with its tail: the same share of the blocks, which it selects
 
 x: its time over ours: over selected's or, where there is none, a kernel's over kernel's and others'
-over op's of that size. Errors: relative L1 at 256 rows of the last head, to float64 attention by the lists
-and to that of all keys. A peer that fails is named with its error.
+over op's of that size. Errors: relative L1 at 256 rows of the last head, to float64 attention by
+the lists and to that of all keys. A peer that fails is named with its error. rewritten: the same
+call, compiled with backend="sage" and sage.force.
 
 --whole: one call of Wan 14B at 720p by `keep` with cubes and a tail, what it consists of, and
 cuDNN's dense bf16.
@@ -242,6 +243,7 @@ def fastvideo(index: Tensor) -> dict[str, Callable]:
 
     return {
         "fastvideo TK": lambda: provider("sm90"), "fastvideo Triton": lambda: provider("triton"),
+        "rewritten fastvideo": lambda: rewritten(provider("sm90")),
     }  # fmt: skip
 
 
@@ -250,7 +252,12 @@ def sla(size, index: Tensor, note: str = "") -> dict[str, Callable]:
         apply = importlib.import_module("sparse_linear_attention.kernel")._attention.apply
         return Provider("SLA", lambda *qkv: apply(*qkv, index, index, index.shape[3], *size))
 
-    return {f"SLA{note}": make}
+    return {f"SLA{note}": make, f"rewritten SLA{note}": lambda: rewritten(make())}
+
+
+def rewritten(provider: Provider) -> Provider:
+    how = {"options": {"sage.force": True}, "fullgraph": True, "dynamic": False}
+    return Provider("rewritten", torch.compile(provider.call, backend="sage", **how))
 
 
 def sol(density: float) -> Provider:
