@@ -19,6 +19,7 @@ head_dim D; q, k and v are stored as [T, H, D].
 import itertools
 import math
 import random
+import statistics
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -182,6 +183,19 @@ def measure(case: Case, device, rounds, target_ms) -> dict:
         "times": {name: summary(each) for name, each in times.items()},
         "speed": {name: speed_of(times["ours"], times[name]) for name in times if name != "ours"},
     }
+
+
+def in_short(rows: list[dict]) -> str:
+    """The table of the packings that have a name, and a line of those that are drawn."""
+    random_ones = [row for row in rows if row["documents"] == "drawn"]
+    said = table([row for row in rows if row["documents"] != "drawn"])
+    for other in ("varlen", "FA3"):
+        x = [row["speed"][other]["x"] for row in random_ones if other in row["speed"]]
+        if x:
+            least, median, most = min(x), statistics.median(x), max(x)
+            said += f"\n{len(x)} random packings: ours over {other} {least:.2f}x to {most:.2f}x, "
+            said += f"median {median:.2f}x.\n"
+    return said
 
 
 def table(rows: list[dict]) -> str:

@@ -60,8 +60,8 @@ PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "packed", "parallel", "parallel-host", "parallel-sockets", "peers", "ring",
     "sageattention", "sparse", "sparse-trained", "linear", "lists", "selected", "whole", "beside",
-    "decode", "decoding", "comfyui", "perplexity", "layout", "tail", "sparse-peers", "sparse-whole",
-    "corrections", "cubes",
+    "decode", "decoding", "comfyui", "perplexity", "layout", "tail", "sparse-peers", "sparse-own",
+    "sparse-whole", "corrections", "cubes",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -377,7 +377,7 @@ TABLES = {
     "lists": of("lists", lists.table),
     "memory": of("memory", training.memory_table),
     "packages": of("packages", packages.table),
-    "packed": of("packed", packed.table),
+    "packed": of("packed", packed.in_short),
     "parallel": of("parallel", parallel.table),
     "peers": lambda gpus: peers_table(gpus, "peers"),
     "perplexity": sections(("perplexity",), perplexity_section),
@@ -390,6 +390,7 @@ TABLES = {
     "sparse": sections(("sparse",), trained_section),
     "sparse_peers": of("sparse-peers", sparse_peers.in_short),
     "sparse_trained": of("sparse-trained", sparse.trained_table),
+    "sparse_own": of("sparse-own", sparse_peers.of_own),
     "sparse_whole": of("sparse-whole", sparse_peers.of_whole),
     "speed": sections(SPEED, speed_section),
     "tail": of("tail", lists.table_of_tails),

@@ -3,6 +3,7 @@
 $ python bench/sparse_peers.py --json            # DATE-sparse-peers.json
 $ python bench/sparse_peers.py --N 75648 --without fastvideo
 $ python bench/sparse_peers.py --whole --json    # DATE-sparse-whole.json
+$ python bench/sparse_peers.py --own --json      # DATE-sparse-own.json
 
 Equal lists: each row names as many blocks, the one on the diagonal and others at random. q, k and v
 share a part within 64 tokens, so that some blocks weigh more than others.
@@ -19,11 +20,11 @@ share a part within 64 tokens, so that some blocks weigh more than others.
 
 x: its time over ours: over selected's or, where there is none, a kernel's over kernel's and others'
 over op's of that size. Errors: relative L1 at 256 rows of the last head, to float64 attention by
-the lists and to that of all keys. A peer that fails is named with its error. rewritten: the same
-call, compiled with backend="sage" and sage.force.
+the lists and to that of all keys. A peer that fails is named with its error.
 
 --whole: one call of Wan 14B at 720p by `keep` with cubes and a tail, what it consists of, and
-cuDNN's dense bf16.
+cuDNN's dense bf16. --own: fastvideo's and SLA's calls alone, and rewritten, which is the same call
+compiled with backend="sage" and sage.force.
 
 Shapes: B = 1, H heads, N tokens, head_dim 128. N is a multiple of 128, as cuDNN asks for.
 """
@@ -81,19 +82,20 @@ def main(argv=None) -> int:
     parser.add_argument("--N", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--without", nargs="+", default=[], help="columns, by their first words")
     parser.add_argument("--whole", action="store_true", help="one call of Wan 14B")
+    parser.add_argument("--own", action="store_true", help="fastvideo's and SLA's calls, rewritten")
     args = parser.parse_args(argv)
     device = harness.gpu(args)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     sage_inductor.config.rewrite_inductor = False  # it would rewrite what is beside ours
-    drawn = itertools.product(args.N, SIZES, DENSITIES)
+    drawn = itertools.product(args.N, [(64, 64)] if args.own else SIZES, DENSITIES)
     cases = WHOLE if args.whole else [Case(*each) for each in drawn]
     method = (
         f"1 batch, {cases[0].heads} heads, bf16, {lists.RECIPE}; median of {args.rounds} rounds of "
         f"{args.target_ms:g} ms, in turns, of CUDA graphs but where captured says no"
     )
     found = {name: version for name in PACKAGES if (version := version_of(name))}
-    plan = "sparse-whole" if args.whole else "sparse-peers"
+    plan = "sparse-" + ("whole" if args.whole else "own" if args.own else "peers")
     result = harness.Result(plan, method, args, versions=harness.installed() | found)
     for case in cases:
         torch._dynamo.reset()  # which compiles one code object only so often
@@ -122,26 +124,44 @@ def table(rows: list[dict]) -> str:
     return "".join([markdown(lines), *failed])
 
 
+OWN = "SLA", "fastvideo", "rewritten"  # begin the columns of --own
 OF_KERNELS = ("cuDNN kernel",)
-OF_CALLS = "cuDNN op", "fastvideo TK", "fastvideo Triton", "SLA", "flex", "FLASH", "sol_attn"
+OF_CALLS = (
+    "cuDNN op", "fastvideo TK", "fastvideo Triton", "SLA", f"SLA{OTHER}", "flex", "FLASH",
+    "sol_attn",
+)  # fmt: skip
 
 
 def in_short(rows: list[dict]) -> str:
     """A line a row: our times, others' over ours, and errors by the lists."""
-    names = [*OF_KERNELS, *OF_CALLS]
+    names = [x for x in (*OF_KERNELS, *OF_CALLS) if any(x in row["times"] for row in rows)]
     lines = [["N", "blocks", "listed", "kernel, ms", "call, ms", *names, "error", "cuDNN's"]]
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["N"]):
         its, size = row["times"], row["size"] or (128, 64)
         ours = ("kernel", "op") if row["size"] else ("tail", "selected")
         kernel, call = (its[name]["ms"] for name in ours)
-        over = {name: kernel for name in OF_KERNELS} | {name: call for name in OF_CALLS}
-        ratios = (f"{its[x]['ms'] / ms:.2f}" if x in its else "" for x, ms in over.items())
+        over = {name: kernel for name in OF_KERNELS}
+        if f"op{OTHER}" in its:
+            over[f"SLA{OTHER}"] = its[f"op{OTHER}"]["ms"]
+        ratios = (f"{its[x]['ms'] / over.get(x, call):.2f}" if x in its else "" for x in names)
         errors = (its.get(name, {}).get("of_lists") for name in (ours[1], "cuDNN op"))
         lines.append([
             str(row["N"]), "{} x {}".format(*size) + ", a tail" * (not row["size"]),
             f"{row['listed']:.0%}", f"{kernel:.3f}", f"{call:.3f}", *ratios,
             *(f"{x:.2%}" if x else "" for x in errors),
         ])  # fmt: skip
+    return markdown(lines)
+
+
+def of_own(rows: list[dict]) -> str:
+    """A line a row: the times of their calls, and those over what becomes of them."""
+    names = "SLA", f"SLA{OTHER}", "fastvideo TK"
+    lines = [["N", "listed", *(x for name in names for x in (f"{name}, ms", "x"))]]
+    for row in sorted(rows, key=lambda row: row["N"]):
+        its = {name: each["ms"] for name, each in row["times"].items()}
+        became = {name: its[f"rewritten {name.removesuffix(' TK')}"] for name in names}
+        found = ((f"{its[x]:.3f}", f"{its[x] / became[x]:.2f}") for x in names)
+        lines.append([str(row["N"]), f"{row['listed']:.0%}", *itertools.chain(*found)])
     return markdown(lines)
 
 
@@ -344,7 +364,8 @@ def measure(case: Case, device, args) -> dict:
     exact["of_dense"] = lists.exact(rows, *last, torch.ones_like(blocks), size)
     runners, errors, found = {}, {}, {}
     for name, make in makers.items():
-        if name.split(" ")[0] in args.without:
+        first = name.split(" ")[0]
+        if first in args.without or (first in OWN) < args.own or (first == "rewritten") > args.own:
             continue
         try:
             runners[name] = runner = started(make(), (q, k, v))

@@ -26,6 +26,7 @@ from sage_inductor.patterns.call import Call
 from sage_inductor.patterns.graph import value_of
 
 aten = torch.ops.aten
+PACKAGE = "fastvideo_kernel."  # of the ops that are rewritten
 NAME = "block_sparse_attn"  # begins that of each of the ops
 NAMED = re.compile(rf"\.{NAME}(?!\w*backward)\w*$")
 LISTS = {"q2k_idx", "q2k_num", "variable_block_sizes"}
@@ -61,7 +62,7 @@ def find(node: Node, index: graph.GraphIndex) -> Call | None:
 def _why_not(call: Call, given: dict, others: Iterable[Node]) -> reasons.Reason | None:
     """others: what is read beside the output."""
     q, k, v, sizes = map(value_of, (call.q, call.k, call.v, given.get("variable_block_sizes")))
-    known = call.spelling.startswith("fastvideo_kernel.") and given.keys() >= LISTS
+    known = call.spelling.startswith(PACKAGE) and given.keys() >= LISTS
     known = known and k.dim() == 4 and sizes.dim() == 1  # sm100a also takes blocks of 128
     if not known or not guarded(k.shape[2] == BLOCK * sizes.shape[0]):
         return reasons.ANOTHERS_LISTS(call.spelling)

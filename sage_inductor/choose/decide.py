@@ -38,7 +38,7 @@ from sage_inductor.ops.symbols import as_int, guarded, hint, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.ops.visibility import CAUSAL, FULL
 from sage_inductor.options import Settings
-from sage_inductor.patterns import eligible, reasons, sla
+from sage_inductor.patterns import eligible, fastvideo, reasons, sla
 from sage_inductor.patterns.call import Call, Decision, Site
 from sage_inductor.patterns.graph import statically_true, value_of
 from sage_inductor.patterns.module_path import module_path
@@ -46,14 +46,17 @@ from sage_inductor.patterns.reasons import Reason
 from sage_inductor.patterns.shared_kv import stacks
 from sage_inductor.policy import CallDescription, ask, kept, layer_of
 
-# Queries and keys from which block lists beat compiled flex_attention. The preparation of k and v
-# weighs more in shorter ones, and more where fewer blocks are listed. H200, 2026-11-23, torch 2.11:
-# bench/lists.py, with 10 to 100 % of the blocks. They were not timed beside a mask, which is what
-# FastVideo's sizes of blocks become, and nobody has timed SLA's kernel.
+# Queries and keys from which block lists beat compiled flex_attention, and SLA's Triton kernel at
+# head_dim 128 by 1.4 to 3.6. The preparation of k and v weighs more in shorter ones, and more where
+# fewer blocks are listed: 10 % in what was timed. Another mask was not timed with them. H200,
+# 2026-11-23 and 11-30, torch 2.11: bench/lists.py, bench/sparse_peers.py.
 LISTS_FROM = 16384
+# The same of FastVideo's kernel for Hopper, whose sizes of blocks become a mask: it takes 1.3 to
+# 1.8 times as long from 75,648 tokens on, by 32,768 1.1 to 1.4, if no block is cut.
+FASTVIDEO_FROM = 65536
 # Tokens of a packed document, on average, from which 8 bits beat FlashAttention 2's varlen kernel:
-# by 1.4 to 2.6 from here on, by 1.14 to 1.25 with 1,024 tokens, not with 512. FlashAttention 3's
-# takes 0.7 to 1.2 of their time. H200, 2026-11-29, torch 2.11: bench/packed.py.
+# by 1.2 to 3.2 from here on, by 1.13 to 1.26 with 1,024 tokens, not with 512. FlashAttention 3's
+# takes 0.7 to 1.3 of their time. H200, 2026-11-29, torch 2.11: bench/packed.py.
 DOCUMENTS_FROM = 2048
 
 
@@ -413,16 +416,19 @@ def _predicted(
 
 
 def _by_lists(call: Call, shape: CallShape, settings: Settings, recipe: str) -> Decision:
-    """The recipe, where it was measured to be faster by block lists than flex_attention is."""
+    """The recipe, where it was measured to be faster by block lists than what computes them."""
     lost = tiles.hopper_unavailable(shape.capability)
     suits = tiles.suits_hopper(shape, recipes.NAMED[recipe])
     known = tables.gpu_name(shape.device) == tables.H200 and suits and not lost
-    known = known and shape.mask is None and not call.spelling.endswith(sla.NAME)
-    if not known or pad_head_dim(shape.head_dim) not in (64, 128):
+    is_fastvideos = call.spelling.startswith(fastvideo.PACKAGE)
+    known = known and (shape.mask is None or is_fastvideos)
+    timed = (128,) if is_fastvideos or call.spelling.endswith(sla.NAME) else (64, 128)
+    if not known or pad_head_dim(shape.head_dim) not in timed:
         return Decision(None, reasons.LISTS_UNMEASURED(recipe))
-    if not all(_at_least(n, LISTS_FROM, settings) for n in shape.lengths):
-        return Decision(None, reasons.LISTS_FROM_LENGTH(recipe, LISTS_FROM))
-    return Decision(recipe, f"by block lists, N >= {LISTS_FROM}")
+    least = FASTVIDEO_FROM if is_fastvideos else LISTS_FROM
+    if not all(_at_least(n, least, settings) for n in shape.lengths):
+        return Decision(None, reasons.LISTS_FROM_LENGTH(recipe, least))
+    return Decision(recipe, f"by block lists, N >= {least}")
 
 
 def _by_documents(call: Call, shape: CallShape, settings: Settings, recipe: str) -> Decision:

@@ -281,14 +281,14 @@ def test_a_backward_is_no_row():
 # -- which calls "auto" takes ----
 
 
-def on_a_gpu(name="sm90", **settings):
+def on_a_gpu(name="sm90", N=75648, dim=128, **settings):
     """The site of a call in a graph on an H200, which is not here."""
-    graph, N, H = torch.fx.Graph(), 75648, 24
+    graph, H = torch.fx.Graph(), 24
     M = N // 64
     with FakeTensorMode():
         q, *lists = (
             torch.empty(*shape, device="cuda", dtype=torch.int32)
-            for shape in ((1, H, N, 128), (1, H, M, M), (1, H, M), (M,))
+            for shape in ((1, H, N, dim), (1, H, M, M), (1, H, M), (M,))
         )
         values = *[q.bfloat16()] * 3, *lists
         nodes = [graph.placeholder(f"x{i}") for i in range(6)]
@@ -307,13 +307,18 @@ def on_a_gpu(name="sm90", **settings):
 
 
 @pytest.mark.parametrize("name", ["sm90", "triton"])
-def test_auto_leaves_what_was_not_timed_and_force_rewrites_it(name):
-    """Lists beside a mask: the blocks' sizes, which are data."""
-    stays, forced = on_a_gpu(name), on_a_gpu(name, force=True)
-    assert stays.mask == forced.mask == "blocks of 64 x 64 + bool[1, 1, 1, 75648]"
-    unmeasured = "no known gain: sage2-8b-rotated by block lists was not measured"
-    assert (stays.recipe, stays.reason) == (None, unmeasured)
-    assert (forced.recipe, forced.reason) == ("sage2-8b-rotated", "forced")
+def test_auto_takes_what_was_timed_and_force_the_others(name):
+    """With a mask: the blocks' sizes, which are data."""
+    recipe, none = "sage2-8b-rotated", "no known gain: sage2-8b-rotated by block lists"
+    for given, expected in (
+        (dict(N=65536), (recipe, "by block lists, N >= 65536")),
+        (dict(N=65472), (None, f"{none} wins from N=65536")),
+        (dict(N=65472, force=True), (recipe, "forced")),
+        (dict(dim=64), (None, f"{none} was not measured")),
+    ):
+        site = on_a_gpu(name, **given)
+        assert (site.recipe, site.reason) == expected
+        assert site.mask == f"blocks of 64 x 64 + bool[1, 1, 1, {given.get('N', 75648)}]"
 
 
 def test_an_op_of_another_namespace_is_a_row_alone():

@@ -356,12 +356,12 @@ class Foreign:
         self.renamed = renamed
 
 
-def on_a_gpu(N=75648, H=24, kernel=KERNEL, settings=(), blocks=(128, 64), **changed):
+def on_a_gpu(N=75648, H=24, kernel=KERNEL, settings=(), blocks=(128, 64), dim=128, **changed):
     """The sites of a launch in a graph on an H200, which is not here. changed: its tensors, numbers
     or grid."""
     graph, (block_q, block_kv) = torch.fx.Graph(), blocks
     M = -(-N // block_q)
-    shape, lut = (1, H, N, 128), (1, H, M, 59)
+    shape, lut = (1, H, N, dim), (1, H, M, 59)
     with FakeTensorMode(), torch.device("cuda"):
         values = {x: torch.empty(changed.get(x, shape), dtype=torch.bfloat16) for x in "QKV"}
         values["LUT"] = torch.empty(changed.get("LUT", lut), dtype=torch.int64)
@@ -371,7 +371,7 @@ def on_a_gpu(N=75648, H=24, kernel=KERNEL, settings=(), blocks=(128, 64), **chan
         nodes["OS"] = graph.call_function(torch.empty_like, (nodes["V"],))
         for name, value in (values | {"OS": torch.empty_like(values["V"])}).items():
             nodes[name].meta["val"] = value
-    numbers = dict(qk_scale=0.1, topk=59, L=N, M_BLOCKS=M, D=128, BLOCK_M=block_q, BLOCK_N=block_kv)
+    numbers = dict(qk_scale=0.1, topk=59, L=N, M_BLOCKS=M, D=dim, BLOCK_M=block_q, BLOCK_N=block_kv)
     numbers |= {x: y for x, y in changed.items() if x in numbers}
     table = compat.kernel_side_table
     graph.call_function(
@@ -394,15 +394,20 @@ def on_a_gpu(N=75648, H=24, kernel=KERNEL, settings=(), blocks=(128, 64), **chan
     return sites
 
 
-def test_auto_leaves_it_until_it_is_timed():
-    (long,), (short,), (forced,) = (
-        on_a_gpu(), on_a_gpu(8192), on_a_gpu(8192, settings={"force": True})
-    )  # fmt: skip
-    for site in (long, short):
-        assert site.reason == "no known gain: sage2-8b-rotated by block lists was not measured"
-        assert site.recipe is None
-    assert (forced.recipe, forced.reason) == ("sage2-8b-rotated", "forced")
-    assert [x.mask for x in (long, short, forced)] == ["blocks of 128 x 64"] * 3
+@pytest.mark.parametrize(
+    "given, recipe, reason",
+    [
+        (dict(N=16384), "sage2-8b-rotated", "by block lists, N >= 16384"),
+        (dict(N=16320), None, "no known gain: sage2-8b-rotated by block lists wins from N=16384"),
+        (dict(N=8192, settings={"force": True}), "sage2-8b-rotated", "forced"),
+        (dict(dim=64), None, "no known gain: sage2-8b-rotated by block lists was not measured"),
+    ],
+    ids=str,
+)
+def test_auto_takes_it_where_it_was_timed(given, recipe, reason):
+    (site,) = on_a_gpu(**given)
+    assert (site.recipe, site.reason) == (recipe, reason)
+    assert site.mask == "blocks of 128 x 64"
 
 
 @pytest.mark.parametrize(
