@@ -11,8 +11,9 @@ mask that a static cache needs, and without one: then each query sees all N keys
 A row of "random" is a call of a static cache as the pass decides it, and what it replaces.
 
 A row of "decoders" is a step of Llama 3 8B with random weights, as a CUDA graph: "inductor" and
-"sage" over transformers' static cache, and "sage" over sage_inductor.Int8Cache. REGION layers are
-compiled, once; what is outside of layers is eager. peak: weights, cache and what a step allocates.
+"sage" over transformers' static cache, "sage" over sage_inductor.Int8Cache, and both over layers of
+transformers' FP8 cache, which begins each step as long. REGION layers are compiled, once; what is
+outside of layers is eager. peak: weights, cache and what a step allocates.
 fit: sequences that 80 GB hold by that peak. append: the share of a step that writes a token.
 
 --perplexity: of held-out texts instead, by a model that is trained here first and computes in bf16.
@@ -65,6 +66,7 @@ from sage_inductor.ops.quantize.cache import append_kv, read_kv
 from sage_inductor.ops.reference import decode as reference
 from sage_inductor.patterns.call import Site
 
+FP8 = getattr(cache_utils, "Fp8QuantizedLayer", None)  # not in older versions
 DECODERS = ["1x8192", "16x8192", "1x32768", "16x32768", "1x131072"]  # B x N
 LAYERS, REGION = 32, 4  # of a decoder, and of what is compiled once for it
 ROOM = 1024  # tokens: a step appends one
@@ -73,6 +75,7 @@ CARD = 80e9  # bytes, in which as many sequences as `fit` lie beside the weights
 SLOWER = 0.97  # of what is replaced
 NEAR = 0.05  # relative L1 of logits to eager's: Inductor's differ by 0.02 of 8 layers
 AS_FAR = 1.2  # of 32 layers of random weights Inductor's own differ by 0.05 to 0.06
+OF_FP8 = "FP8 cache, inductor", "FP8 cache, sage"
 WRONG = 0.1  # relative L1; a frozen scale's error is less
 
 
@@ -312,7 +315,13 @@ def stepping(model, cache, run: Callable, tokens: Tensor) -> Callable[[], Tensor
     for i, region in enumerate(model.model.layers):
         part = cache.layers[i * REGION : (i + 1) * REGION]
         region.cache, region.run = transformers.Cache(layers=part), run
-    return lambda: model(tokens, past_key_values=cache).logits
+
+    def step() -> Tensor:
+        if FP8 and isinstance(cache.layers[0], FP8):
+            rewind(cache, 0)
+        return model(tokens, past_key_values=cache).logits
+
+    return step
 
 
 def decoders(args, device) -> Iterator[dict]:
@@ -338,8 +347,9 @@ def decoder(model, B: int, N: int, args, device) -> dict:
     caches, runners, row = {}, {}, {"error": None}
     row |= {what: {} for what in ("rel_l1", "cache_gib", "peak_gib", "fit")}
     before = len(sage_inductor.report())
-    for name, backend in (("Int8Cache", "sage"), ("sage", "sage"), ("inductor", "inductor")):
-        kind = "Int8Cache" if name == "Int8Cache" else "StaticCache"
+    ways = [("Int8Cache", "sage", "Int8Cache")]
+    ways += [(OF_FP8[0], "inductor", "FP8"), (OF_FP8[1], "sage", "FP8")] * bool(FP8)
+    for name, backend, kind in (*ways, *((x, x, "StaticCache") for x in ("sage", "inductor"))):
         if kind not in caches:
             torch.cuda.empty_cache()
             at_first = torch.cuda.memory_allocated()
@@ -384,6 +394,14 @@ def decoder(model, B: int, N: int, args, device) -> dict:
 def full_cache(kind: str, config, B: int, N: int, device):
     """Random keys and values, in the place of a prompt. No address is fixed, which would compile
     each region anew."""
+    if kind == "FP8":
+        cache, shape = transformers.Cache(layers=[]), (B, config.num_key_value_heads, N - ROOM)
+        for _ in range(config.num_hidden_layers):
+            layer, k = FP8(), torch.randn(*shape, config.head_dim, device=device).bfloat16()
+            layer.update(k, k)
+            layer.first = layer._quantized_keys, layer._quantized_values, layer.cumulative_length
+            cache.layers.append(layer)
+        return cache
     of = sage_inductor.Int8Cache if kind == "Int8Cache" else transformers.StaticCache
     cache = of(config, max_cache_len=N)
     with mock.patch("torch._dynamo.mark_static_address"):
@@ -403,7 +421,10 @@ def full_cache(kind: str, config, B: int, N: int, device):
 
 def rewind(cache, N: int) -> None:
     for layer in cache.layers:
-        layer.cumulative_length.fill_(N - ROOM)
+        if FP8 and isinstance(layer, FP8):
+            layer._quantized_keys, layer._quantized_values, layer.cumulative_length = layer.first
+        else:
+            layer.cumulative_length.fill_(N - ROOM)
 
 
 def time_append(cache, N: int, args) -> float:
@@ -643,7 +664,10 @@ def decoders_table(rows: list[dict]) -> str:
         + ["append", "GiB of caches", "peak GiB", "fit"]
     ]
     names = "inductor", "sage", "Int8Cache"
-    for row in (row for row in rows if "times" in row):
+    timed = [row for row in rows if "times" in row]
+    more = [name for name in OF_FP8 if any(name in row["times"] for row in timed)]
+    lines[0] += more
+    for row in timed:
         ms = {name: each["ms"] for name, each in row["times"].items()}
         gains = (f"{ms[x]:.2f}, {gain(row['speed'][x])}" for x in names[1:])
         memory = f"{row['cache_gib']['sage']:.2f}, {row['cache_gib']['Int8Cache']:.2f}"
@@ -654,7 +678,8 @@ def decoders_table(rows: list[dict]) -> str:
             line[6:8] = gain(row["over_bf16"]), f"{row['append_ms'] / ms['Int8Cache']:.1%}"
             line[9] = ", ".join(f"{row['peak_gib'][x]:.1f}" for x in names)
             line[10] = ", ".join(str(row["fit"][x]) for x in names)
-        lines.append(line)
+        gains = (f"{ms[x]:.2f}, {gain(row['speed'][x])}" if x in ms else "" for x in more)
+        lines.append([*line, *gains])
     said = (
         f"{x['steps']} steps of replays: {x['equal']} equal those of launches to the bit, and are "
         f"at most {x['rel_l1']:.1%} from eager's.\n"

@@ -104,6 +104,25 @@ def test_a_decoder_compiles_one_region_for_all_and_computes_what_the_model_does(
     assert not found[0][0].equal(found[0][1])
 
 
+@pytest.mark.models
+@pytest.mark.skipif(not decode.FP8, reason="transformers is older")
+def test_a_step_over_transformers_fp8_cache_begins_as_long_and_is_compiled_once(monkeypatch):
+    monkeypatch.setattr(decode, "REGION", 2)
+    monkeypatch.setattr(decode, "ROOM", 8)
+    torch._dynamo.reset()
+    sizes = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, vocab_size=50)
+    model = decode.llama(4, "cpu", **sizes, num_key_value_heads=2, head_dim=16)
+    cache, tokens = decode.full_cache("FP8", model.config, 3, 32, "cpu"), torch.tensor([[1]] * 3)
+    graphs, found = [], []
+    backend = lambda gm, _: graphs.append(gm) or gm.forward  # noqa: E731
+    with torch.no_grad():
+        for run in (decode.in_turn, torch.compile(decode.in_turn, backend=backend, fullgraph=True)):
+            step = decode.stepping(model, cache, run, tokens)
+            found += [step(), step()]
+            assert {x._quantized_keys[0].shape[2] for x in cache.layers} == {25}
+    assert len(graphs) == 1 and all(x.equal(found[0]) for x in found) and found[0].std() > 0
+
+
 def test_the_table_of_decoders_has_results_of_before_too():
     names = "inductor", "sage", "Int8Cache"
     speed = {"x": 2.0, "x_min": 1.9, "x_max": 2.1}
@@ -116,6 +135,12 @@ def test_the_table_of_decoders_has_results_of_before_too():
         "peak_gib": dict.fromkeys(names, 17.04), "fit": dict.fromkeys(names, 14),
         "steps": {"steps": 200, "equal": 200, "rel_l1": 0.031},
     }  # fmt: skip
+    by_fp8 = new | {
+        "times": new["times"] | {decode.OF_FP8[1]: {"ms": 5.0}},
+        "speed": new["speed"] | {decode.OF_FP8[1]: speed},
+    }
+    *_, last, _, said = decode.table([old, by_fp8]).splitlines()
+    assert last.endswith("| 14, 14, 14 | 5.00, 2.00x (1.90 to 2.10) |")
     failed = {"part": "decoders", "shape": old["shape"], "error": "out of memory"}
     *_, before, after, _, said = decode.table([old, new, failed]).splitlines()
     times = "4.00 | 4.00, 2.00x (1.90 to 2.10) | 4.00, 2.00x (1.90 to 2.10)"
