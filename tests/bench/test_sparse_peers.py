@@ -55,7 +55,7 @@ def installed(monkeypatch):
         return {"o_tensor": kernel(sparse_block_size)(*six, index, block_sparse_num)[0]}
 
     def fastvideo(q, k, v, index, count, sizes):
-        assert count.dtype == sizes.dtype == torch.int32 and (sizes == 64).all()
+        assert count.dtype == sizes.dtype == torch.int32 and {*sizes.tolist()} <= {16, 64}
         assert len(sizes) == k.shape[2] // 64
         return by_lists(q, k, v, index, count, 64), "lse"
 
@@ -104,6 +104,19 @@ def test_who_is_not_installed_is_named_below_the_table(installed):
         case, CPU, SimpleNamespace(rounds=1, target_ms=1.0, without=without, own=False)
     )
     assert "failed: sol_attn: ModuleNotFoundError: import of comfy_kitchen" in bench.table([row])
+
+
+def test_calls_of_peers_are_timed_with_what_becomes_of_them(installed):
+    """Without a GPU nothing becomes of them. A cut block is another kernel's mask."""
+    args = SimpleNamespace(rounds=1, target_ms=1.0, without=["rewritten"], own=True)
+    row = bench.measure(bench.Case(512, (64, 64), 0.5, 2), CPU, args)
+    assert not row["errors"] and [*row["times"]] == [
+        f"SLA{bench.OTHER}", "fastvideo TK", "fastvideo Triton", "cut fastvideo", "SLA",
+    ]  # fmt: skip
+    for name in ("SLA", f"SLA{bench.OTHER}", "fastvideo"):
+        row["times"][f"rewritten {name}"] = {"ms": 2.0}
+    del row["times"]["cut fastvideo"]
+    assert bench.of_own([row]).splitlines()[-1] == "| 512 | 50% |" + " 2.500 | 1.25 |" * 3
 
 
 @pytest.mark.parametrize("size", [(128, 128), (64, 64), (128, 64)])
