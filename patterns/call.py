@@ -57,9 +57,9 @@ class Call:
 
     @property
     def shape(self) -> CallShape:
-        q, k, v, mask = (value_of(x) for x in (self.q, self.k, self.v, self.attn_mask))
+        q, k, v, mask = map(value_of, (self.q, self.k, self.v, self.attn_mask))
         of_mask = (None, None) if mask is None else (tuple(mask.shape), mask.dtype)
-        shapes = (tuple(x.shape) for x in (q, k, v))
+        shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
         is_flex = self.spelling == "flex_attention"
         has_tail = self.selection is not None and self.selection.tail
         if self.documents is not None:

@@ -31,7 +31,7 @@ ORDERS = sorted(
 
 def why_not(call: Call) -> Reason | None:  # noqa: C901  (one condition after another)
     """The reason sage::sdpa cannot stand for this call, whatever the length, or None if it can."""
-    q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
+    q, k, v, mask = map(value_of, (call.q, call.k, call.v, call.attn_mask))
     out = call.out
     if not all(isinstance(x, torch.Tensor) for x in (q, k, v, out)):
         return reasons.NO_SHAPES()
@@ -49,12 +49,13 @@ def why_not(call: Call) -> Reason | None:  # noqa: C901  (one condition after an
             return reasons.SUBCLASS(type(x).__name__)
     if not q.dim() == k.dim() == v.dim() == 4:
         return reasons.DIMENSIONS(q.dim(), k.dim(), v.dim())
-    if any(guarded(n < 1) for x in (q, k, v) for n in x.shape):
+    sizes = [*q.shape[1:], *k.shape[1:], *v.shape[1:]]
+    if any(map(guarded, [n < 1 for n in (q.shape[0], k.shape[0], v.shape[0], *sizes)])):
         return reasons.EMPTY(*map(shown, (q, k, v)))
     # A batch may depend on data: of 0 samples nothing is launched.
-    if not all(guarded(n >= 1) for x in (q, k, v) for n in x.shape[1:]):
+    if not all(map(guarded, [n >= 1 for n in sizes])):
         return reasons.OF_DATA(*map(shown, (q, k, v)))
-    if any(x.device != q.device for x in tensors) or q.device.type not in ("cpu", "cuda"):
+    if {x.device for x in tensors} != {q.device} or q.device.type not in ("cpu", "cuda"):
         return reasons.DEVICE([str(x.device) for x in tensors])
     if q.device.type == "cuda" and torch.version.hip:  # ROCm's devices are "cuda", too
         return reasons.AMD(torch.version.hip)
@@ -65,7 +66,7 @@ def why_not(call: Call) -> Reason | None:  # noqa: C901  (one condition after an
     if not all(map(guarded, widths)):
         return reasons.HEAD_DIM(HEAD_DIMS[-1], *(x.shape[3] for x in (q, k, v)))
     pairs = zip((q.shape[0], *k.shape[:3]), (k.shape[0], *v.shape[:3]), strict=True)
-    if not all(guarded(n == m) for n, m in pairs):
+    if not all(map(guarded, [n == m for n, m in pairs])):
         return reasons.BATCHES(*map(shown, (q, k, v)))
     heads_q, heads_kv = q.shape[1], k.shape[1]
     grouped = call.enable_gqa and guarded(heads_q % heads_kv == 0)

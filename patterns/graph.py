@@ -42,8 +42,8 @@ def value_of(x) -> Any:
 
 def dims(x) -> tuple:
     """A tensor's shape, symbols as text."""
-    sizes = map(as_int, getattr(x, "shape", ()))
-    return tuple(n if isinstance(n, int) else str(n) for n in sizes)
+    sizes = [as_int(n) for n in getattr(x, "shape", ())]
+    return tuple([n if isinstance(n, int) else str(n) for n in sizes])
 
 
 def shown(x) -> str:
