@@ -12,6 +12,7 @@ from torch import Tensor
 from sage_inductor.choose.cost import fastest
 from sage_inductor.names import AUTO, OFF
 from sage_inductor.ops.recipe import BY_SPEED
+from sage_inductor.ops.sparse.selector import Selection
 from sage_inductor.policy import Rule, layer_of
 from sage_inductor.study.measure import SDPA, Found
 
@@ -35,6 +36,7 @@ def suggested(
     by head. Then what these lists are, and the error of the worst head by each."""
     modules = collections.defaultdict(lambda: collections.defaultdict(list))
     lists, worst = {}, {}
+    asked = {name: x.keep for name, x in keeps.items() if isinstance(x.keep, Selection)}
     for call in calls:
         for stage, errors in call.errors.items():
             serving = {recipe for recipe, error in errors.items() if error <= tolerance}
@@ -43,11 +45,13 @@ def suggested(
     def recipe(found: list[tuple[set[str], tuple[str, ...], dict[str, Tensor]]]) -> str:
         of_all = set.intersection(*(serving for serving, *_ in found))
         if kept := next((name for name in keeps if name in of_all), None):
-            rule, error = _by_head(keeps[kept], [heads for *_, heads in found], tolerance, keeps)
-            if rule is not keeps[kept]:
-                kept = f"keep {rule.keep.given()}"
-                lists[kept], worst[kept] = rule, max(error, worst.get(kept, 0.0))
-            return kept
+            keep, error = _by_head(asked[kept], [heads for *_, heads in found], tolerance, asked)
+            if keep is asked[kept]:
+                return kept
+            name = f"keep {keep.given()}"
+            lists[name] = dataclasses.replace(keeps[kept], keep=keep)
+            worst[name] = max(error, worst.get(name, 0.0))
+            return name
         if all(serving.issuperset(autos) for serving, autos, _ in found):
             return AUTO
         return next((name for name in BY_SPEED if name in of_all), OFF)
@@ -58,19 +62,19 @@ def suggested(
 
 
 def _by_head(
-    rule: Rule, heads: list[dict[str, Tensor]], tolerance: float, keeps: dict[str, Rule]
-) -> tuple[Rule, float]:
-    """The rule, or one with a fraction for each head, the first of keeps by which it is within the
-    tolerance at all calls; and the worst error of a head. No head depends on what others keep. If
-    each is within the tolerance so are all: their error is sum |error| / sum |exact|."""
-    one, field = rule.keep, "top_k" if rule.keep.sparsity is None else "sparsity"
+    one: Selection, heads: list[dict[str, Tensor]], tolerance: float, asked: dict[str, Selection]
+) -> tuple[Selection, float]:
+    """The given one, or one with a fraction for each head, the first of those asked for by which it
+    is within the tolerance at all calls; and the worst error of a head. No head depends on what
+    others keep. If each is within the tolerance so are all: their error is a weighted mean."""
+    field = "top_k" if one.sparsity is None else "sparsity"
     # In cubes what keeps all is none of them: without lists, tokens have another order.
-    like = {name: torch.tensor(getattr(x.keep, field), dtype=torch.float64)
-            for name, x in keeps.items() if all(name in each for each in heads)
-            and x.keep._replace(**{field: 0}) == one._replace(**{field: 0})
-            and not (one.layout and x.keep.keeps_all)}  # fmt: skip
+    like = {name: torch.tensor(getattr(x, field), dtype=torch.float64)
+            for name, x in asked.items() if all(name in each for each in heads)
+            and x._replace(**{field: 0}) == one._replace(**{field: 0})
+            and not (one.layout and x.keeps_all)}  # fmt: skip
     if len({each[name].shape for each in heads for name in like}) != 1:
-        return rule, 0.0
+        return one, 0.0
     errors = torch.stack([torch.stack([each[x] for each in heads]).amax(0) for x in like])
     first = (errors <= tolerance).int().argmax(0, keepdim=True)  # errors: [like, H]
     worst = errors.gather(0, first).max().item()
@@ -78,8 +82,8 @@ def _by_head(
     of_all = torch.tensor(getattr(one, field), dtype=torch.float64)
     less, kept = ((x if field == "top_k" else 1 - x).mean() for x in (given, of_all))
     if worst <= tolerance and less < MOST * kept:
-        rule = dataclasses.replace(rule, keep=one._replace(**{field: tuple(given.tolist())}))
-    return rule, worst
+        one = one._replace(**{field: tuple(given.tolist())})
+    return one, worst
 
 
 def totals(
