@@ -86,14 +86,19 @@ class Diagnosis(Findings):
             return "nothing was measured: the block has not ended, or has failed before a call"
         text = f"{number_of(len(self._modules), 'module')}, relative L1 <= {self.tolerance}"
         if self.suggested:
-            text += f": {counts(collections.Counter(self.suggested.values()))}"
+            text += f": {counts(collections.Counter(map(self._said, self.suggested.values())))}"
         for stage, recipes in self.by_stage.items():
-            text += f"; in {stage}: {counts(collections.Counter(recipes.values()))}"
+            of_stage = collections.Counter(map(self._said, recipes.values()))
+            text += f"; in {stage}: {counts(of_stage)}"
         return text + self._without_rows
+
+    def _said(self, recipe: str) -> str:
+        """The policy has the numbers of a list that was found."""
+        return "keep by head" if recipe in self.keeps and recipe not in self.shown else recipe
 
     def _same(self, row: Row) -> tuple[str, ...]:
         recipes = self.by_stage.get(row.site.stage, self.suggested)
-        return row.site.spelling, *row.sizes, recipes[row.site.module]
+        return row.site.spelling, *row.sizes, self._said(recipes[row.site.module])
 
     def __str__(self):
         gain = filter(None, [self._gain()])
@@ -184,7 +189,9 @@ def diagnose(
     become on the GPU that was measured). Else it is a named one, and "off" if there is none.
     keep: what a rule's `keep` may be, from the least on; recipes must be one name then. A module
     gets the first of them that is within the tolerance at each of its calls, in each stage. If
-    there is none, it gets what it would get without keep.
+    there is none, it gets what it would get without keep. Each of its heads gets the first of those
+    that differ in `top_k` or `sparsity` alone, if each is within the tolerance by one of them and
+    the mean of what they keep is less than 0.9 times as much.
 
     Gradients are off. The model's code, parameters and mode stay as they are, and what a forward
     pass changes it changes. Dynamo's caches are reset. After three seconds stderr shows how many
@@ -307,9 +314,10 @@ def _measuring(
             if recipes is None:  # of all that is measured, what a policy may come to
                 by_auto = {name for call in calls for name in call.autos}
                 shown = tuple(name for name in shown if name in {SDPA, *BY_SPEED, *by_auto})
-            by_stage, refused = suggested(calls, tolerance, keeps), tuple(measured.refusals())
-            of_all, usual = totals(calls, by_stage), by_stage.pop(None, {})
-            filled = Diagnosis(rows, refused, usual, tolerance, shown, by_stage, of_all, keeps)
+            by_stage, lists, of_heads = suggested(calls, tolerance, keeps)
+            refused, called = tuple(measured.refusals()), keeps | lists
+            of_all, usual = totals(calls, by_stage, of_heads), by_stage.pop(None, {})
+            filled = Diagnosis(rows, refused, usual, tolerance, shown, by_stage, of_all, called)
             vars(found).update(vars(filled))
         if not (found.rows or found.unmeasured):
             raise ValueError(f"{name}: the model must make an attention call, none was seen")

@@ -76,10 +76,16 @@ class Found:
         # By stage and recipe: the worst run, and the times of all runs together.
         self.rows: dict[str | None, dict[str, Row]] = {}
         self.times: dict[str | None, dict[str, Prediction]] = {}
+        # The relative L1 of each head in its worst run; NaN where runs have other numbers of heads.
+        self.heads: dict[str | None, dict[str, Tensor]] = {}
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row, heads: Tensor) -> None:
         stage, time = row.site.stage, row.predicted
         keep_worst(self.rows.setdefault(stage, {}), row.recipe, row)
+        worst = self.heads.setdefault(stage, {})
+        known = worst.get(row.recipe, heads)
+        is_same = known.shape == heads.shape
+        worst[row.recipe] = known.maximum(heads) if is_same else heads * torch.nan
         if time is not None:
             times = self.times.setdefault(stage, {})
             if known := times.get(row.recipe):
@@ -144,7 +150,7 @@ class Measured:
             for name, error in errors.items():
                 is_timed = name in NAMED and min(now.lengths) >= SHORTEST
                 time = predicted(now, name, name in stacked) if is_timed else None
-                found.add(Row(site, name, *error, time))
+                found.add(Row(site, name, *error.numbers_of_row, time), _ratio(*error.heads))
             self.progress.update()
 
         call.emit.insert(measure, (call.q, call.k, call.v, call.attn_mask), None)
@@ -246,9 +252,9 @@ def _ratio(error: Tensor, size: Tensor) -> Tensor:
 
 def errors_of(
     q, k, v, attn_mask, band: Band, scale: float, decisions: dict[str, Decision | None]
-) -> dict[str, tuple]:
-    """By SDPA (None) or a recipe: Row's fields, from cos_sim on. Recipes share nothing between
-    heads, so a part of them is computed at a time, with the heads of q that they serve."""
+) -> dict[str, Error]:
+    """By SDPA (None) or a recipe. Recipes share nothing between heads, so a part of them is
+    computed at a time, with the heads of q that they serve."""
     (B, H_q, N_q, _), (H_kv, N_kv) = q.shape, k.shape[1:3]
     G, holds_scores = H_q // H_kv, q.device.type == "cpu"  # the emulation does
     columns = max(v.shape[3], N_kv if holds_scores else 0)
@@ -266,7 +272,7 @@ def errors_of(
         exact = _exact_out(*inputs)
         for name, error in found.items():
             error.add(_computed(decisions[name], of_q, *inputs), exact, b, h * G)
-    return {name: error.numbers_of_row for name, error in found.items()}
+    return found
 
 
 def _exact_out(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:

@@ -32,7 +32,7 @@ from sage_inductor.choose.families import Family
 from sage_inductor.ops.recipe import BY_SPEED, NAMED, TABLE
 from sage_inductor.ops.visibility import FULL
 from sage_inductor.patterns import Decision, Site, reasons
-from sage_inductor.policy import Rule
+from sage_inductor.policy import Rule, kept
 from sage_inductor.study import measure, suggest
 from sage_inductor.study.diagnose import TOLERANCE
 from sage_inductor.study.measure import Row
@@ -141,7 +141,7 @@ def probe(module: str, **errors: float) -> SimpleNamespace:
     """Of one call with these errors."""
     errors = {name.replace("_", "-"): e for name, e in errors.items()}
     site = SimpleNamespace(module=module)
-    return SimpleNamespace(site=site, errors={None: errors}, autos=AUTOS)
+    return SimpleNamespace(site=site, errors={None: errors}, autos=AUTOS, heads={None: {}})
 
 
 def test_no_two_recipes_have_one_rank():
@@ -151,7 +151,7 @@ def test_no_two_recipes_have_one_rank():
 
 def test_auto_is_suggested_only_if_all_that_it_may_become_is_within_the_tolerance():
     def suggested(**errors):
-        return suggest.suggested([probe("m", **errors)], 0.05)[None]["m"]
+        return suggest.suggested([probe("m", **errors)], 0.05, {})[0][None]["m"]
 
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.05) == "auto"
     assert suggested(sage2_8b_per_token=0.04, sage2_8b=0.06) == "sage2-8b-per-token"
@@ -282,6 +282,146 @@ def test_a_fraction_for_each_head_is_measured_a_part_of_the_heads_at_a_time(at_o
     assert support.relative_l1(out, exact) == pytest.approx(by_head.relative_l1, rel=1e-4)
     assert of_all.relative_l1 < by_head.relative_l1
     assert found.policy.rules[0].keep.given() == {"top_k": (0.1, 0.6, 0.3, 1), "similarity": 0}
+
+
+@pytest.mark.parametrize("H_kv", [4, 2])
+@torch.no_grad()
+def test_heads_that_differ_get_a_fraction_each_and_the_policy_reaches_the_tolerance(H_kv, tmp_path):
+    """Of tokens much like the one before a few blocks are enough, of random ones they are not."""
+    noise, tolerance, path = torch.randn(1, 12, 512, 32), 0.065, tmp_path / "policy.json"
+    local, is_local = noise.cumsum(2) / 4, torch.tensor([True, True, False, False])[:, None, None]
+    q, k, v = torch.where(is_local.repeat(3, 1, 1), local, noise).split(4, 1)
+    v = torch.where(is_local, v, 20 * v)  # so that all outputs are about as large
+    k, v = (x[:, :: 4 // H_kv] for x in (k, v))  # head 0's and head 2's, if two are shared
+    of_all, shares = {"similarity": 0, "tail": True}, (0.1, 0.3, 0.5, 0.9)
+    keep = [{"top_k": share, **of_all} for share in shares]
+    model, exact = Grouped(), sdpa(*(x.double() for x in (q, k, v)), enable_gqa=True)
+
+    def errors(out) -> list[float]:
+        return [support.relative_l1(out[:, h], exact[:, h]) for h in range(4)]
+
+    with sage_inductor.config.patch(emulate=True):
+        outs = {
+            each["top_k"]: sage_inductor.attention(
+                q, k, v, enable_gqa=True, recipe="sage1-rotated", keep=each
+            )
+            for each in keep
+        }
+    needed = [next(x for x in shares if errors(outs[x])[h] <= tolerance) for h in range(4)]
+    one = next(x for x in shares if support.relative_l1(outs[x], exact) <= tolerance)
+    assert len(set(needed)) > 1 and sum(needed) / 4 < 0.9 * one
+
+    study = diagnose(model, recipes="sage1-rotated", keep=keep, tolerance=tolerance, path=path)
+    found = study(q, k, v)
+    (rule,) = Policy.load(path).rules
+    assert rule.keep.given() == {"top_k": tuple(needed), **of_all} and found.policy.rules == (rule,)
+    assert found.suggested == {"": f"keep {rule.keep.given()}"}
+    assert found.verdict == "1 module, relative L1 <= 0.065: keep by head"
+    line = str(found).splitlines()[4]
+    assert "keep by head" in line and "(" not in line and found.heat_map() and found.details()
+    found.to_html(tmp_path / "page.html")
+
+    torch._dynamo.reset()
+    options = {"sage.policy": str(path), "sage.emulate": True}
+    out = torch.compile(model, backend="sage", options=options)(q, k, v)
+    assert sage_inductor.report()[-1].decision.selection == rule.keep
+    of_heads = errors(out)
+    assert max(of_heads) <= tolerance and support.relative_l1(out, exact) <= tolerance
+    assert found.totals["the policy"].relative_l1 == pytest.approx(max(of_heads), rel=1e-4)
+
+
+class Grouped(nn.Module):
+    def forward(self, q, k, v):
+        return sdpa(q, k, v, enable_gqa=True)
+
+
+TOP_K = [{"top_k": x} for x in (0.1, 0.3, 0.5)]
+SPARSITY = [{"rule": "sla", "sparsity": x} for x in (0.9, 0.7, 0.5)]
+CLOSE = [{"top_k": x} for x in (0.1, 0.46, 0.5)]
+CUBES = [{"top_k": x, "layout": [4, 8, 8]} for x in (0.1, 0.3, 1)]
+WITH_TOP_P = [{"top_k": x, "top_p": p} for x, p in [(0.1, 0), (0.3, 0.5), (0.5, 0)]]
+OF_LISTS = [{"top_k": x} for x in ([0.1, 0.3, 0.3, 0.3], 0.3, 0.5)]
+# Errors of the heads in percent, by each keep. All together have their mean, and 5 is tolerated.
+LAST = "1 2 1 30 | 1 1 1 30 | 1 1 1 3"
+
+
+@pytest.mark.parametrize(
+    "keep, calls, found, worst",
+    [
+        (TOP_K, [LAST], (0.1, 0.1, 0.1, 0.5), 3),
+        (SPARSITY, [LAST], (0.9, 0.9, 0.9, 0.5), 3),
+        (TOP_K, ["1 9 9 9 | 1 4 9 9 | 1 1 5 1"], (0.1, 0.3, 0.5, 0.5), 5),
+        (TOP_K, ["9 9 9 9 | 4 4 4 4 | 1 1 1 1"], 0.3, None),  # heads agree
+        (CLOSE, ["9 9 9 9 | 1 1 1 30 | 1 1 1 1"], 0.5, None),  # the list would keep 0.47
+        (TOP_K, ["4 4 1 9 | 3 3 1 4 | 2 2 1 2"], 0.1, None),  # all together need less
+        (TOP_K, ["1 1 1 30 | 1 1 1 30 | 1 1 1 9"], 0.5, None),  # of a head none is tolerated
+        (TOP_K, ["1 1 1 nan | 1 1 1 2 | 1 1 1 1"], (0.1, 0.1, 0.1, 0.3), 2),
+        (TOP_K, ["1 1 1 1 | 1 1 1 1 | 1 1 1 nan", LAST], "sage1", None),
+        (TOP_K, ["1 1 1 30 | 1 1 1 1 | 1 1 1 1", "30 4 1 1 | 2 1 1 1 | 1 1 1 1"],
+         (0.3, 0.1, 0.1, 0.3), 4),  # each head's worst call
+        (TOP_K, [LAST, "1 1 | 1 1 | 1 1"], 0.5, None),  # calls of different numbers of heads
+        (TOP_K, [LAST, "- | - | 1 1 1 1"], 0.5, None),  # the other keeps do not serve a call
+        (CUBES, [LAST], 1, None),  # keeping all is no fraction there
+        (CUBES, ["1 1 1 30 | 1 1 1 1 | 1 1 1 1"], (0.1, 0.1, 0.1, 0.3), 1),
+        (WITH_TOP_P, ["1 1 1 30 | 1 1 1 1 | 1 1 1 1"], 0.3, None),  # one of its kind
+        (WITH_TOP_P, [LAST], (0.1, 0.1, 0.1, 0.5), 3),
+        (OF_LISTS, ["4 4 30 30 | 4 4 30 30 | 4 4 1 1"], (0.1, 0.3, 0.5, 0.5), 4),
+    ],
+)  # fmt: skip
+def test_each_head_gets_the_first_keep_that_it_tolerates_if_that_is_a_tenth_less(
+    keep, calls, found, worst
+):
+    selections = [kept(each, "sage1") for each in keep]
+    keeps = {f"keep {each.given()}": Rule("sage1", keep=each) for each in selections}
+    probes = []
+    for call in calls:
+        numbers = [[float(x) / 100 for x in each.split() if x != "-"] for each in call.split("|")]
+        heads = {x: torch.tensor(each) for x, each in zip(keeps, numbers, strict=True) if each}
+        errors = {x: sum(each.tolist()) / len(each) for x, each in heads.items()}
+        probes.append(probe("m", sage1=0.01, sdpa=0.0))
+        probes[-1].errors["late"] = probes[-1].errors[None] | errors
+        probes[-1].heads["late"] = heads
+    by_stage, lists, of_heads = suggest.suggested(probes, 0.0501, keeps)
+    (rule,) = suggest.merged(by_stage["late"], keeps | lists)
+    (rule,) = Policy([rule]).rules  # which raises for what a file may not say
+    fraction = rule.keep and (rule.keep.sparsity or rule.keep.top_k)
+    assert (fraction or rule.recipe) == found and by_stage[None] == {"m": "sage1"}
+    assert list(lists) == list(of_heads) == [by_stage["late"]["m"]] * (worst is not None)
+    assert not lists or list(of_heads.values()) == pytest.approx([worst / 100])
+
+
+def test_of_several_runs_each_heads_worst_counts(tmp_path):
+    """Heads take turns at being random. Then a run has fewer of them."""
+    noise, path = torch.randn(1, 9, 512, 32), tmp_path / "policy.json"
+    runs = []
+    for h in (0, 2):
+        is_random = (torch.arange(9) % 3 == h)[:, None, None]
+        q, k, v = torch.where(is_random, noise, noise.cumsum(2) / 4).split(3, 1)
+        runs.append((q, k, torch.where(is_random[:3], 1000 * v, v)))
+    keep = [{"top_k": share, "similarity": 0, "tail": True} for share in (0.1, 0.9)]
+    options = {"recipes": "sage1-rotated", "keep": keep, "tolerance": 0.5}
+    model, alone = Called(), []
+    for run in runs:
+        (rule,) = diagnose(model, **options)(*run).policy.rules
+        alone.append(rule.keep.top_k)
+    assert alone == [(0.9, 0.1, 0.1), (0.1, 0.1, 0.9)]
+    with diagnosing(model, path=path, **options) as found:
+        for run in runs:
+            model(*run)
+    (rule,) = Policy.load(path).rules
+    assert rule.keep.top_k == (0.9, 0.1, 0.9) and found.policy.rules == (rule,)
+    with sage_inductor.config.patch(emulate=True):
+        of_heads = [
+            support.relative_l1(out[:, h], sdpa(*(x[:, h].double() for x in run)))
+            for run in runs
+            for out in [sage_inductor.attention(*run, recipe=rule.recipe, keep=rule.keep)]
+            for h in range(3)
+        ]
+    assert found.totals["the policy"].relative_l1 == pytest.approx(max(of_heads), rel=1e-4)
+    with diagnosing(model, **options) as found:
+        for run in (*runs, [x[:, :2] for x in runs[0]]):
+            model(*run)
+    assert found.policy.rules[0].keep.top_k == 0.9
 
 
 def test_a_nan_is_worse_than_any_error():
@@ -824,7 +964,8 @@ TIMED = {  # function, sizes of k and v, what is asked of the table
 @pytest.mark.parametrize("case", TIMED)
 def test_times_are_predicted_for_each_kind_of_call(case, monkeypatch):
     function, (H_kv, N_kv, D_v), expected = TIMED[case]
-    asked, error = [], (1.0, 0.1, 0.1, (0, 0.1), (0, 0, 0, 0.1))
+    asked, error = [], measure.Error(4)
+    error.add(*torch.ones(2, 2, 4, 300, 64))
     found = dict.fromkeys(("sdpa", "sage2-8b-per-token"), error)
 
     def with_times(gpu, *_):
@@ -892,9 +1033,9 @@ def test_a_policy_takes_the_time_of_what_it_takes():
     times = {first: (2.0, 10.0), second: (3.0, 10.0), "sage1": (10.0, 10.0)}
     calls = [call(name, times) for name in ("fast", "slow", "unknown", "off")] + [call("none", {})]
     usual = {"fast": "auto", "slow": "sage1", "unknown": "sage3", "off": "off", "none": "auto"}
-    found = suggest.totals(calls, {None: usual, "edge": usual | {"off": second}})
+    found = suggest.totals(calls, {None: usual, "edge": usual | {"off": second}}, {})
     assert found["the policy"] == (0.2, 2 + 10 + 10 + 10 + 2 + 10 + 10 + 3, 80.0)
-    found = suggest.totals(calls[:2], {None: usual, "edge": usual | {"slow": "off"}})
+    found = suggest.totals(calls[:2], {None: usual, "edge": usual | {"slow": "off"}}, {})
     assert found["the policy"] == (0.03, 2 + 10 + 2 + 10, 40.0)
     assert found[first] == (0.02, 8.0, 40.0) and found["sage1"] == (0.01, 40.0, 40.0)
     assert found["sdpa"] == (0.001, 40.0, 40.0) and found["sage3"] == (0.2, 0.0, 0.0)
