@@ -53,6 +53,17 @@ def test_what_torch_imports_later_is_told_of_our_ops_then(imported):
     assert {"sage_inductor.lowering", "sage_inductor.ops.distributed.sharding"} <= imported(told)
 
 
+def test_without_transformers_the_other_names_are_there(imported):
+    imported(
+        "import sys; sys.modules['transformers'] = None\n"
+        "import sage_inductor; from sage_inductor import *\n"
+        "assert 'Int8Cache' not in dir(sage_inductor) and callable(attention)\n"
+        "try: sage_inductor.Int8Cache\n"
+        "except ModuleNotFoundError as error: assert 'transformers' in str(error)\n"
+        "else: raise AssertionError"
+    )
+
+
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["docto"], []], ids=str)
 def test_the_command_line_answers_without_torch(arguments):
     """By a torch that cannot be imported."""

@@ -25,7 +25,7 @@ from sage_inductor.integrations.transformers import packed_attention_forward, sa
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 vision_utils = pytest.importorskip("transformers.vision_utils")  # 5.23
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("graphs_run_op_by_op")]
 
 SIZES = dict(
     hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -201,7 +201,7 @@ def test_a_tower_is_one_graph_whatever_the_images_and_gives_what_the_loop_gives(
 
 
 @pytest.mark.parametrize("kind, window", [("Llama", None), ("Mistral", 6)])
-def test_a_packed_decoder_gives_what_its_documents_give_one_by_one(kind, window):
+def test_a_packed_decoder_gives_what_its_documents_give_one_by_one(kind, window, by_inductor):
     sizes = {"sliding_window": window} if window else {}
     model = llama("sdpa", kind, **sizes)
     batches = [documents(*lengths) for lengths in [(9, 1, 17), (3, 8, 2, 2, 20), (13,)]]
