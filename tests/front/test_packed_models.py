@@ -201,7 +201,7 @@ def test_a_tower_is_one_graph_whatever_the_images_and_gives_what_the_loop_gives(
 
 
 @pytest.mark.parametrize("kind, window", [("Llama", None), ("Mistral", 6)])
-def test_a_packed_decoder_gives_what_its_documents_give_one_by_one(kind, window, by_inductor):
+def test_a_packed_decoder_gives_what_its_documents_give_one_by_one(kind, window):
     sizes = {"sliding_window": window} if window else {}
     model = llama("sdpa", kind, **sizes)
     batches = [documents(*lengths) for lengths in [(9, 1, 17), (3, 8, 2, 2, 20), (13,)]]
