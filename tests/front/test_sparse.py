@@ -861,8 +861,9 @@ def test_a_package_of_a_layout_computes_in_cubes(built, generated, tmp_path):
 @pytest.mark.parametrize(
     "recipe, keep",
     [
-        *((RECIPE, keep) for keep in OF_TWO_HEADS.values()), (RECIPE, KEEP), (RECIPE, SLA), (RECIPE, TRAINED["vsa, compete"]), (RECIPE, TRAINED["sol"]),
+        (RECIPE, OF_TWO_HEADS["sla"]), (RECIPE, TRAINED["vsa, compete"]), (RECIPE, TRAINED["sol"]),
         (RECIPE, TRAINED["error"]), (RECIPE, TAIL),
+        *(support.swept(RECIPE, keep) for keep in (OF_TWO_HEADS["pooled"], KEEP, SLA)),
         support.swept("sage2-8b-rotated", KEEP), support.swept("sage2-8b-rotated", TAIL),
     ],
 )  # fmt: skip
