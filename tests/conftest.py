@@ -34,7 +34,7 @@ def pytest_configure(config):
 
 def pytest_report_header(config):
     if not config.getoption("sweep"):
-        return f"SEED={os.environ['SEED']} draws {pairs.DRAWN:.0%} of the variants beyond all pairs"
+        return f"SEED={os.environ['SEED']} draws {pairs.DRAWN:.1%} of the variants beyond all pairs"
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist then writes the groups

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pytest
 
 PRODUCT = 20_000  # from here on, rows are sampled
-DRAWN = 0.01  # of the variants that do not always run, a run draws this share
+DRAWN = 0.005  # of the variants that do not always run, a run draws this share
 
 
 def has_every_variant() -> bool:

@@ -23,11 +23,14 @@ def smooth(N, heads=2, D=8):
     return torch.randn(3, 1, heads, N, D).cumsum(3).div(3).unbind(0)
 
 
+SOME = slice(1, None, 6)  # every sixth of 212 queries: a tile's second and the last
+
+
 def naive(q, k, v, seen, tail, block, bug=""):
-    """`sparse.attend` in fp64, a query and a key at a time, with a bug."""
+    """`sparse.attend` in fp64, a query and a key at a time, with a bug; of the queries of SOME."""
     q, k, v = (x.double() for x in (q, k, v))
     k, out, s = k - k.mean(2, keepdim=True), torch.empty_like(q), q.shape[3] ** -0.5
-    for h, i in itertools.product(range(q.shape[1]), range(q.shape[2])):
+    for h, i in itertools.product(range(q.shape[1]), range(q.shape[2])[SOME]):
         tile, query = i // 128, q[0, h, i]
         centroid = q[0, h, 128 * tile : 128 * tile + 128].mean(0)
         sees = seen[0, h, tile].tolist()
@@ -56,7 +59,7 @@ def naive(q, k, v, seen, tail, block, bug=""):
                 weight = (s * query @ mean).exp() * mass
             terms.append((weight, v[0, h, list(members)].mean(0)))
         out[0, h, i] = sum(w * value for w, value in terms) / sum(w for w, _ in terms)
-    return out
+    return out[:, :, SOME]
 
 
 def drawn_keys(N):
@@ -74,7 +77,7 @@ def test_attention_is_the_formula(tail, block):
     q, k, v = smooth(N := 212)
     seen = drawn_keys(N)
     out = sparse.attend(q, k, v, seen, tail, block)
-    assert (out - naive(q, k, v, seen, tail, block)).abs().max() < 1e-5
+    assert (out[:, :, SOME] - naive(q, k, v, seen, tail, block)).abs().max() < 1e-5
     every = torch.ones_like(seen)
     exact = F.scaled_dot_product_attention(q, k, v)
     assert (sparse.attend(q, k, v, every, tail, block) - exact).abs().max() < 1e-5
@@ -93,7 +96,7 @@ def test_the_formula_with_a_bug_is_another(bug):
     q, k, v = smooth(N := 212)
     seen = drawn_keys(N)
     wrong = naive(q, k, v, seen, "row", 64, bug)
-    assert (sparse.attend(q, k, v, seen, "row") - wrong).abs().max() > 1e-3
+    assert (sparse.attend(q, k, v, seen, "row")[:, :, SOME] - wrong).abs().max() > 1e-3
 
 
 def test_the_other_tails_are_not_the_tail_of_rows():
@@ -211,6 +214,13 @@ def test_videos_move_as_their_class_says():
     assert moved[0] < 0.5 * moved[1]
 
 
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    """More than are dense."""
+    for module in (sparse, trained, video):
+        monkeypatch.setattr(module, "EULER", 5)
+
+
 def untrained(size=TINY):
     torch.manual_seed(0)
     model = video.VideoDiT(size).eval().requires_grad_(False)
@@ -219,7 +229,8 @@ def untrained(size=TINY):
     def run(model):
         found = x
         for step in range(sparse.EULER):
-            found = found - model(found, torch.full((2,), 1 - step / sparse.EULER), labels) / 12
+            times = torch.full((2,), 1 - step / sparse.EULER)
+            found = found - model(found, times, labels) / sparse.EULER
         return found
 
     def score(out, exact):
@@ -254,7 +265,7 @@ def test_the_first_steps_are_dense():
             out = subject.run(subject.model)
         found[steps] = torch.stack(attention.densities).tolist()
         assert torch.equal(out, exact) == (steps == sparse.EULER)
-    assert found[3] == [1.0] * 3 + [0.5] * 9 and found[0] == [0.5] * 12
+    assert found[3] == [1.0] * 3 + [0.5] * 2 and found[0] == [0.5] * 5
 
 
 def test_a_row_for_each_case_and_none_beyond_the_budget(capsys):

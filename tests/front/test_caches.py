@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from support import on_gpu, placeholders, valued
+from support import on_gpu, placeholders, swept, valued
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_inductor
@@ -17,6 +17,8 @@ from sage_inductor.options import Settings
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.sdpa import TARGETS
 from sage_inductor.study.findings import remedies
+
+pytestmark = pytest.mark.usefixtures("graphs_run_op_by_op")
 
 B, H, G, N, D = 2, 3, 4, 40, 16
 
@@ -66,7 +68,7 @@ def compiled(step, *given, **options):
 
 @pytest.mark.parametrize("mask", [True, False], ids=["mask", "no mask"])
 @pytest.mark.parametrize("repeat", [expanded, interleaved])
-def test_sdpa_takes_the_heads_that_a_static_cache_holds(everywhere, repeat, mask):
+def test_sdpa_takes_the_heads_that_a_static_cache_holds(everywhere, by_inductor, repeat, mask):
     given = inputs()
     copies = [x.clone() for x in given]
     step = decoder(repeat, mask)
@@ -83,7 +85,7 @@ def test_sdpa_takes_the_heads_that_a_static_cache_holds(everywhere, repeat, mask
 
 
 @pytest.mark.parametrize("write", ["between", "after"])
-def test_a_cache_that_is_written_to_later_stays_repeated(everywhere, generated, write):
+def test_a_cache_that_is_written_to_later_stays_repeated(everywhere, write):
     given, step = inputs(), decoder(expanded, write=write)
     out = compiled(step, *(x.clone() for x in given))
     torch.testing.assert_close(out, step(*given))
@@ -246,7 +248,7 @@ def cached(name: str):
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "Gemma"])
+@pytest.mark.parametrize("name", ["Llama", swept("Qwen3"), "Mistral", swept("Gemma")])
 def test_a_decoder_with_a_static_cache_gives_the_same_logits(everywhere, name):
     torch.manual_seed(0)
     model, run = cached(name)

@@ -3,13 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support import on_gpu, placeholders, valued
+from support import on_gpu, placeholders, swept, valued
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_inductor
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.options import Settings
 from sage_inductor.patterns.sdpa import TARGETS
+
+pytestmark = pytest.mark.usefixtures("graphs_run_op_by_op")
 
 B, H, G, N, D = 2, 2, 3, 150, 32
 EMULATED = {"sage.emulate": True}
@@ -40,7 +42,7 @@ def inputs(N_q: int, end: int, dtype=torch.float16):
 
 
 @pytest.mark.parametrize("N_q, end", [(1, 0), (1, 149), (4, 77), (16, 100)])
-def test_a_step_of_a_cache_is_exact_and_reads_what_is_filled(N_q, end):
+def test_a_step_of_a_cache_is_exact_and_reads_what_is_filled(N_q, end, by_inductor):
     given = inputs(N_q, end)
     out = compiled(decoder, *(x.clone() for x in given), **EMULATED)
     exact = decoder(*(x.nan_to_num() if x.is_floating_point() else x for x in given))
@@ -129,8 +131,7 @@ def model_of(family: str):
 @pytest.mark.parametrize(
     "family, padded",
     [
-        ("Llama", True), ("Mistral", False), pytest.param("Llama", False, marks=pytest.mark.sweep),
-        pytest.param("Mistral", True, marks=pytest.mark.sweep),
+        ("Llama", True), swept("Mistral", False), swept("Llama", False), swept("Mistral", True),
     ],
 )  # fmt: skip
 def test_generate_gives_the_tokens_of_sdpa(family, padded):

@@ -102,12 +102,19 @@ class Features(NamedTuple):
 @functools.cache
 def every() -> tuple[list[Features], set[int]]:
     """Many calls that are possible, and the places of few that have all pairs of features. Recipes of
-    the same formats count as one, and each occurs."""
+    the same formats count as one, and lengths of which the same is the longer, and each occurs."""
     draw = random.Random(0)
     sampled = (Features(*map(draw.choice, AXES.values())).possible() for _ in range(SAMPLED))
     found = list(dict.fromkeys(sampled))
-    formats = [x._replace(recipe=(NAMED[x.recipe].qk, NAMED[x.recipe].pv)) for x in found]
-    return found, set(covering(formats, [[x.recipe] for x in found]))
+    kinds = [
+        x._replace(recipe=(NAMED[x.recipe].qk, NAMED[x.recipe].pv), lengths=longer(*x.lengths))
+        for x in found
+    ]
+    return found, set(covering(kinds, [[x.recipe, x.lengths] for x in found]))
+
+
+def longer(N_q: int, N_kv: int) -> str:
+    return "one query" if N_q == 1 else "queries" if N_q > N_kv else "keys" if N_q < N_kv else ""
 
 
 def parameters() -> list:

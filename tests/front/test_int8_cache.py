@@ -1,10 +1,6 @@
 """``sage_inductor.Int8Cache``: `generate` of whole models with it, in eager and compiled; what it
 holds; the calls that read its codes; its error."""
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import support
 import torch
@@ -274,23 +270,6 @@ def test_other_layers_and_other_caches_are_transformers_own():
 def test_what_cannot_be_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
         Int8Cache(LlamaConfig(**SIZES), **given)
-
-
-def test_without_transformers_the_other_names_are_there():
-    code = """
-        import sys
-        sys.modules["transformers"] = None
-        from sage_inductor import *
-        import sage_inductor
-        assert "Int8Cache" not in dir(sage_inductor) and callable(attention)
-        try:
-            sage_inductor.Int8Cache
-        except ModuleNotFoundError as error:
-            print(error)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert "transformers" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize("D", [40, 272])

@@ -9,28 +9,59 @@ import pytest
 HEAVY = "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "networkx"
 
 
-def imported(code: str, *arguments: str) -> set[str]:
-    """The modules of a process that has run `code`."""
-    code += "\nimport sys; print(*sys.modules)"
-    out = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-    )
-    return set(out.stdout.split())
+# Each code is run by a fork of one process, which has imported torch: that takes most of the time.
+FORKS = """
+import os, sys, torch
+for code in sys.stdin:
+    if not (child := os.fork()):
+        exec(eval(code), {})
+        print(*sys.modules, flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print(flush=True)
+"""
 
 
-def test_the_import_takes_nothing_of_torch_that_torch_does_not_take_itself():
-    new = imported("import torch, sage_inductor") - imported("import torch, triton")
+@pytest.fixture(scope="module")
+def imported():
+    """Gives the modules of a process that has imported torch and run some code."""
+    command, pipe = [sys.executable, "-c", FORKS], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as forks:
+
+        def imported(code: str) -> set[str]:
+            print(repr(code), file=forks.stdin, flush=True)
+            found = set(forks.stdout.readline().split())
+            assert found, code
+            return found
+
+        yield imported
+        forks.stdin.close()
+
+
+def test_the_import_takes_nothing_of_torch_that_torch_does_not_take_itself(imported):
+    new = imported("import sage_inductor") - imported("import triton")
     assert not {name for name in new if name.startswith(("torch", *HEAVY))}
     assert len(new) < 150 and "sage_inductor.ops.sdpa" in new
 
 
-def test_what_torch_imports_later_is_told_of_our_ops_then():
+def test_what_torch_imports_later_is_told_of_our_ops_then(imported):
     told = "import sage_inductor, torch.distributed.tensor"
     assert "sage_inductor.ops.distributed.sharding" in imported(told)
     told = "import sage_inductor, torch._inductor.compile_fx"
     assert {"sage_inductor.lowering", "sage_inductor.ops.distributed.sharding"} <= imported(told)
     told = "import torch.distributed.tensor, torch._inductor.lowering, sage_inductor"
     assert {"sage_inductor.lowering", "sage_inductor.ops.distributed.sharding"} <= imported(told)
+
+
+def test_without_transformers_the_other_names_are_there(imported):
+    imported(
+        "import sys; sys.modules['transformers'] = None\n"
+        "import sage_inductor; from sage_inductor import *\n"
+        "assert 'Int8Cache' not in dir(sage_inductor) and callable(attention)\n"
+        "try: sage_inductor.Int8Cache\n"
+        "except ModuleNotFoundError as error: assert 'transformers' in str(error)\n"
+        "else: raise AssertionError"
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["docto"], []], ids=str)
@@ -46,7 +77,7 @@ def test_the_command_line_answers_without_torch(arguments):
         ["--version"], ["--help"]))  # fmt: skip
 
 
-def test_every_public_name_is_found_when_it_is_asked_for():
+def test_every_public_name_is_found_when_it_is_asked_for(imported):
     """In any order: config is also a module's name."""
     names = "import sage_inductor; names = sage_inductor.__all__\n"
     for order in ("names", "reversed(names)"):

@@ -25,7 +25,7 @@ from sage_inductor.integrations.transformers import packed_attention_forward, sa
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 vision_utils = pytest.importorskip("transformers.vision_utils")  # 5.23
-pytestmark = pytest.mark.models
+pytestmark = [pytest.mark.models, pytest.mark.usefixtures("graphs_run_op_by_op")]
 
 SIZES = dict(
     hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

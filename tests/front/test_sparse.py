@@ -861,13 +861,15 @@ def test_a_package_of_a_layout_computes_in_cubes(built, generated, tmp_path):
 @pytest.mark.parametrize(
     "recipe, keep",
     [
-        *((RECIPE, keep) for keep in OF_TWO_HEADS.values()), (RECIPE, KEEP), (RECIPE, SLA), (RECIPE, TRAINED["vsa, compete"]), (RECIPE, TRAINED["sol"]),
-        (RECIPE, TRAINED["error"]), (RECIPE, TAIL),
+        (RECIPE, OF_TWO_HEADS["sla"]), (RECIPE, TRAINED["sol"]), (RECIPE, TAIL),
+        *(support.swept(RECIPE, keep) for keep in (OF_TWO_HEADS["pooled"], KEEP, SLA)),
+        *(support.swept(RECIPE, TRAINED[name]) for name in ("vsa, compete", "error")),
         support.swept("sage2-8b-rotated", KEEP), support.swept("sage2-8b-rotated", TAIL),
     ],
 )  # fmt: skip
 def test_what_a_package_is_made_of_selects_as_the_model_does(recipe, keep):
-    """test_export.py has one built and run."""
+    """test_export.py has one built and run. Most of the time attention is opened, as for each rule:
+    test_rules.py has one graph for all lengths of each rule."""
     layer = Layer().eval()
     program = exported(layer, 129)
     (site,) = sage_inductor.rewrite(program, options=options(keep, recipe))

@@ -22,6 +22,7 @@ TYPE_ERRORS = Path(__file__).with_name("type_errors.json")
 
 # What each line must be: a type, by assert_type, or the error that its comment asks to be given.
 USERS = """\
+# pyright: standard
 from typing import Any, assert_type, cast
 
 import torch
@@ -89,47 +90,48 @@ sage_inductor.explain(model, options="sage1")  # refused
 REFUSED = [i for i, line in enumerate(USERS.splitlines(), 1) if line.endswith("# refused")]
 
 
-@pytest.fixture
-def user(tmp_path):
-    """(a user's file, the folder in which a type checker finds the package as a wheel lays it
-    out). An editable install is seen by none: its finder is code, not a folder."""
-    site = tmp_path / "site"
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder in which a type checker finds the package as a wheel lays it out, and a user's
+    file. An editable install is seen by none: its finder is code, not a folder."""
+    site = tmp_path_factory.mktemp("typing") / "site"
     for room in ("sage_inductor", "patterns", "lowering", "ops"):
         front = room == "sage_inductor"
         shutil.copytree(
             ROOT / room, site / "sage_inductor" / ("" if front else room), dirs_exist_ok=True
         )
-    (tmp_path / "user.py").write_text(USERS)
-    return tmp_path / "user.py", site
+    (site / "user.py").write_text(USERS)
+    return site.resolve()
 
 
-def mypy(file: Path, site: Path) -> list[tuple[int, str]]:
+def of_mypy(site: Path) -> list[tuple[int, str]]:
+    """Line and text of what it says of the user's file."""
     pytest.importorskip("mypy")
     found = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-color-output",
-         "--no-error-summary", f"--cache-dir={file.parent / 'cache'}", file],
-        capture_output=True, text=True, cwd=file.parent, env={"MYPYPATH": str(site)},
+         "--no-error-summary", f"--cache-dir={site.parent / 'cache'}", "user.py"],
+        capture_output=True, text=True, cwd=site,
     )  # fmt: skip
     assert not found.stderr, found.stderr
     return [(int(line.split(":")[1]), line) for line in found.stdout.splitlines()]
 
 
-def pyright(file: Path, site: Path) -> list[tuple[int, str]]:
+@pytest.fixture(scope="module")
+def by_pyright(site):
+    """File -> what basedpyright says of it, in "basic"; of the user's file in "standard". Once for
+    all: most of the time it reads torch."""
     pytest.importorskip("basedpyright")
-    settings = {"typeCheckingMode": "standard", "extraPaths": [str(site)], "include": [file.name]}
-    each = diagnostics(file.parent, settings)
-    return [(x["range"]["start"]["line"] + 1, x["message"]) for x in each]
-
-
-def diagnostics(folder: Path, settings: dict) -> list[dict]:
-    """What basedpyright says of the folder."""
-    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    settings = {"typeCheckingMode": "basic", "include": ["user.py", "sage_inductor"]}
+    (site / "pyrightconfig.json").write_text(json.dumps(settings))
     found = subprocess.run(
         [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable],
-        capture_output=True, text=True, cwd=folder,
+        capture_output=True, text=True, cwd=site,
     )  # fmt: skip
     assert found.stdout, found.stderr
-    return json.loads(found.stdout)["generalDiagnostics"]
+    files = collections.defaultdict(list)
+    for each in json.loads(found.stdout)["generalDiagnostics"]:
+        files[Path(each["file"]).relative_to(site).as_posix()].append(each)
+    return files
 
 
 def test_what_type_checkers_read_is_what_the_tables_say():
@@ -142,24 +144,26 @@ def test_what_type_checkers_read_is_what_the_tables_say():
     assert not Options.__required_keys__ | options.Values.__required_keys__
 
 
-@pytest.mark.parametrize("checker", [pytest.param(mypy, marks=pytest.mark.sweep), pyright])
-def test_a_users_file_has_the_types_that_it_says_and_errors_where_it_is_wrong(checker, user):
-    found = checker(*user)
+@pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.sweep), "pyright"])
+def test_a_users_file_has_the_types_that_it_says_and_errors_where_it_is_wrong(checker, request):
+    if checker == "mypy":
+        found = of_mypy(request.getfixturevalue("site"))
+    else:
+        each = request.getfixturevalue("by_pyright")["user.py"]
+        found = [(x["range"]["start"]["line"] + 1, x["message"]) for x in each]
     assert sorted({line for line, _ in found}) == REFUSED, found
 
 
-def test_the_library_has_no_type_error_more_than_it_had(user):
-    """Errors of basedpyright in "basic", by file. A number may only be lowered: UPDATE=1 writes what
-    is found. What kernels say to Triton no checker knows."""
-    pytest.importorskip("basedpyright")
+def test_the_library_has_no_type_error_more_than_it_had(by_pyright):
+    """Errors, by file. A number may only be lowered: UPDATE=1 writes what is found. What kernels say
+    to Triton no checker knows."""
     if f"torch=={torch.__version__.split('+')[0]}\n" not in (ROOT / "constraints.txt").read_text():
         pytest.skip("the numbers are of the torch of constraints.txt")
-    site = user[1]
-    settings = {"typeCheckingMode": "basic", "include": ["sage_inductor"]}
     counts = collections.Counter(
-        Path(x["file"]).relative_to(site.resolve() / "sage_inductor").as_posix()
-        for x in diagnostics(site, settings)
-        if x["severity"] == "error"
+        name.removeprefix("sage_inductor/")
+        for name, each in by_pyright.items()
+        for x in each
+        if x["severity"] == "error" and name != "user.py"
     )
     known = json.loads(TYPE_ERRORS.read_text())
     if os.environ.get("UPDATE"):

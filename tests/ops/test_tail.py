@@ -222,7 +222,7 @@ def test_codes_of_the_means_are_the_references(seed):
 
 
 @in_interpreter
-@seeds(24, always=8)
+@seeds(24, always=6)
 def test_a_tile_reads_the_words_of_its_own_lists(seed):
     """Against brute force: which blocks of the tail each list leaves out, and how many blocks of
     keys a tile of one, two or three warpgroups reads for that."""
@@ -231,6 +231,7 @@ def test_a_tile_reads_the_words_of_its_own_lists(seed):
     block_q, block_kv = (draw.choice([64, 128, 192, 256]) for _ in range(2))
     tail_block, full = draw.choice(TAIL_BLOCKS), draw.random() < 0.5
     n_q, n_kv = draw.choice([1, 64, 129, 400]), draw.choice([1, 64, 700, 9000])
+    n_q = min(n_q, 129) if n_kv == 9000 else n_q  # 400 x 9000 takes 14 s
     B, H = draw.choice([(1, 2), (2, 1)])
     heads = draw.choice([1, B]), draw.choice([1, H])
     lists = support.block_lists(*heads, n_q, n_kv, block_q, block_kv, 0.4, full)
