@@ -46,7 +46,6 @@ from sage_inductor.ops.attention.visible_tiles import (
     heads_of,
     hide,
     how_often,
-    listed_tile,
     listed_tiles,
     tiles_in_sight,
     tiles_of,
@@ -229,7 +228,10 @@ def _attention_kernel(
                 j = i
                 at = j  # a tile that is there
                 if LISTED and part != TAIL:
-                    j = listed_tile(Listed, i, N_kv, BLOCK_KV, BLOCK_N)
+                    TILES: tl.constexpr = BLOCK_KV // BLOCK_N
+                    block = tl.load(Listed + i // TILES)  # beyond the keys: the first of no key
+                    block = tl.maximum(tl.minimum(block, tl.cdiv(N_kv, BLOCK_KV)), 0)
+                    j = block * TILES + i % TILES
                     at = tl.minimum(j, N_pad // BLOCK_N - 1)
                 # -- s = q k^T, with its scales ----
                 if part == TAIL:

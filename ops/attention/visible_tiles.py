@@ -80,15 +80,6 @@ def listed_tiles(
 
 
 @triton.jit
-def listed_tile(Listed, i, N_kv, BLOCK_KV: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The i-th tile of keys that a list names. Beyond the keys: the first there, of no key."""
-    TILES: tl.constexpr = BLOCK_KV // BLOCK_N
-    block = tl.load(Listed + i // TILES)
-    block = tl.maximum(tl.minimum(block, tl.cdiv(N_kv, BLOCK_KV)), 0)
-    return block * TILES + i % TILES
-
-
-@triton.jit
 def hide(
     x, mask_ptrs, rows, here, column, N_q, N_kv,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, ADDITIVE: tl.constexpr,

@@ -581,7 +581,7 @@ def _attend(
         highest = _row_maximum(x)
     else:  # scaled in the exponential, by an fma
         if PART == CODED:
-            if _least(code, ctx) < 3:
+            if (gl.minimum(code[0], code[1]) if ctx.READS > 1 else code[0]) < 3:
                 x = _hide_each(x, block, code, rows, ctx)
             highest = _row_maximum(x)  # where s stays, up to 100 registers are spilled
         else:
@@ -608,11 +608,6 @@ def _attend(
     for n in gl.static_range(ctx.BLOCK_DV // ctx.CHUNK):
         sums = sums + (_add_pv(p, v, n, o[n], alpha, ctx),)
     return m, l, sums
-
-
-@gluon.jit
-def _least(codes, ctx):
-    return gl.minimum(codes[0], codes[1]) if ctx.READS > 1 else codes[0]
 
 
 @gluon.jit
@@ -661,12 +656,6 @@ def _attend_blocks(
             gluon_barrier()  # all its warps have read the stage
             _fetch_next(j + ctx.STAGES, end, i, head_kv, tile, ctx)
     return entry, m, l, o
-
-
-@gluon.jit
-def _steps(count, ctx):
-    """By READS blocks each."""
-    return (count + ctx.READS - 1) // ctx.READS
 
 
 @gluon.jit
@@ -739,8 +728,7 @@ def _place_of(t, ctx):
     h_kv = h // (ctx.H_q // ctx.H_kv)
     if ctx.LISTED:
         m = gl.load(lists_of(b, h, ctx) + m.to(gl.int64) * ctx.stride_lm + 2)
-    row = m * ctx.BLOCK_M
-    return b, h, h_kv, row
+    return b, h, h_kv, m * ctx.BLOCK_M
 
 
 @gluon.jit
@@ -813,18 +801,14 @@ def _consumer(wg: gl.constexpr, ctx):
         t, begin, end = _work_item(0, count, first, last, blocks, ctx)
         items = count + pieces
     b, h, h_kv, row, q, walked = _begin_tile(t, wg, ctx)
-    if ctx.BOUNDED:
-        first_block, read_whole, read_all = walked
+    first_block, read_whole, read_all = walked
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
     for item in range(items):
-        tile = Tile(b, h, h_kv, row, 0, 0, 0, 0)
-        if ctx.BOUNDED:
-            if ctx.TAIL_BLOCK:  # arrives during the blocks before
-                of_tail, unnamed = tail_of(first_block, wg, ctx)
-            else:
-                of_tail = 0
-            tile = Tile(b, h, h_kv, row, first_block, read_whole, read_all, of_tail)
+        of_tail = 0
+        if ctx.TAIL_BLOCK:  # arrives during the blocks before
+            of_tail, unnamed = tail_of(first_block, wg, ctx)
+        tile = Tile(b, h, h_kv, row, first_block, read_whole, read_all, of_tail)
         row0 = row + wg * 64
         head_kv = b * ctx.H_kv + h_kv
         entry = (0,)
@@ -841,7 +825,7 @@ def _consumer(wg: gl.constexpr, ctx):
             begin = 0
             if ctx.MASK:
                 words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
-            whole, mine = read_whole // ctx.READS, _steps(read_all, ctx)
+            whole, mine = read_whole // ctx.READS, (read_all + ctx.READS - 1) // ctx.READS
             end = mine
         else:
             if not ctx.SPLIT:
@@ -912,7 +896,7 @@ def _producer(ctx):
         first_block, whole, read_all = 0, 0, 0
         if ctx.BOUNDED:
             first_block, whole, read_all = walk(b, h, row, ctx)
-            begin, end = 0, _steps(read_all, ctx)
+            begin, end = 0, (read_all + ctx.READS - 1) // ctx.READS
         elif not ctx.SPLIT:
             end = _num_blocks(row + ctx.BLOCK_M, ctx.N_kv, ctx)
         tile, head_kv = Tile(b, h, h_kv, row, first_block, whole, read_all, 0), b * ctx.H_kv + h_kv
