@@ -4,9 +4,8 @@ has masks; and by lists of blocks."""
 import triton
 import triton.language as tl
 
-from sage_inductor.ops.formats import LOG2E
+from sage_inductor.ops.constants import LOG2E
 
-_LOG2E = tl.constexpr(LOG2E)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
@@ -102,10 +101,10 @@ def hide(
             # The lowest number of bf16 or fp32 hides as one among others; alone in a row it does
             # not. So it has to stay finite in log2 units.
             if a.dtype == tl.float16:
-                a = a.to(tl.float32) * _LOG2E
+                a = a.to(tl.float32) * LOG2E
             else:
                 a = a.to(tl.float32)
-                a = tl.where(a > -float("inf"), tl.maximum(a * _LOG2E, _LOWEST), a)
+                a = tl.where(a > -float("inf"), tl.maximum(a * LOG2E, _LOWEST), a)
             x = x + a.broadcast_to([BLOCK_M, BLOCK_N]).reshape(x.shape)
         else:
             keep = keep & (a != 0)
