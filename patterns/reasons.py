@@ -143,8 +143,7 @@ TRAINS_SQUARE = _trains(
     "the FP8 backward trains causal calls of as many queries as keys, got {} and {}")
 TRAINS_WITHOUT_LSE = _trains("{} trains calls that return no logsumexp")
 TRAINS_HEAD_DIMS = _trains("{} trains head_dims up to {}, one of q, k and v, got {} and {}")
-TRAINS_POSITIVE_SCALE = _trains(
-    "the FP8 backward trains calls whose scale is more than 0, got {}")
+TRAINS_POSITIVE_SCALE = _trains("the FP8 backward trains calls whose scale is more than 0, got {}")
 TRAINS_16_BITS = _trains("the FP8 backward trains in 16 bits on a GPU, got float32")
 TRAINS_ON_HOPPER = _trains("the FP8 backward trains on compute capability 9.0, got {}.{}")
 TRAINS_FROM_8_0 = _trains("sagebwd trains from compute capability 8.0 on, got {}.{}")
