@@ -41,15 +41,7 @@ from bench import gradients, harness, laboratory, peers, providers, trained
 from bench.capture import Call, capture, end_to_end
 from bench.cases import PEERS, Case
 from bench.laboratory import FA3_FP8, FAMILIES, PRESETS, SAGE2_4B, USUAL, Technique, attend
-from bench.measure import (
-    Provider,
-    Runner,
-    attention,
-    draw_sets,
-    errors,
-    interleave,
-    relative_l1,
-)  # fmt: skip
+from bench.measure import Provider, Runner, attention, draw_sets, errors, interleave, relative_l1
 from bench.tables import groups, markdown, show, wrapped
 from bench.trained import Subject
 from sage_inductor.ops.compile import LONGEST, compile_elsewhere

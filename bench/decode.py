@@ -43,16 +43,8 @@ from transformers import cache_utils
 import sage_inductor
 from bench import harness, trained
 from bench.capture import attending
-from bench.decoding import by_hand, repeated, unrepeated
-from bench.measure import (
-    Provider,
-    Runner,
-    burst,
-    in_turns,
-    interleave,
-    relative_l1,
-    summary,
-)
+from bench.decoding import by_hand, bytes_of, repeated, run_parts, unrepeated
+from bench.measure import Provider, Runner, burst, in_turns, interleave, relative_l1, summary
 from bench.tables import gain, groups, markdown, show, speed_of
 from sage_inductor import options
 from sage_inductor.backend import op_by_op
@@ -109,33 +101,16 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if args.perplexity:
         return measure_perplexity(args)
-    device = harness.gpu(args)
-    torch.manual_seed(0)
-    method = (
-        f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in turns, over "
-        "caches that L2 does not hold; errors of the first sequence against float64 by hand"
-    )
-    result = harness.Result("decode", method, args)
-    with torch.no_grad():
-        for part in args.parts:
-            for row in PARTS[part](args, device):
-                result.add([{"part": part, **row}])
-                torch.cuda.empty_cache()
-    show(table(result["rows"]))
-    return result.end("part", "shape")
+    more = "; errors of the first sequence against float64 by hand"
+    return run_parts("decode", args, PARTS, table, more)
 
 
 def calls(args, device) -> Iterator[dict]:
     return (measure(shape, args, device) for shape in CALLS)
 
 
-def cache_bytes(shape: Shape) -> int:
-    """Of k and v in 16 bits."""
-    return 4 * shape.B * shape.H_kv * shape.N * shape.D
-
-
 def draw_sets(shape: Shape, device, dtype: torch.dtype = torch.bfloat16) -> list[tuple]:
-    count = max(2, min(40, int(2**28 / cache_bytes(shape)) + 1))
+    count = max(2, min(40, int(2**28 / bytes_of(shape)) + 1))
     return [draw(shape, device, dtype) for _ in range(count)]
 
 
@@ -221,7 +196,7 @@ def drawn(count: int, seed: int = 0) -> list[Drawn]:
         D, N_q, filled = choice((64, 128, 256)), choice((1, 1, 1, 2, 4, 8, 16)), choice((0.25, 1.0))
         heads = choice((1, 2, 4, 8, 16, 32)), choice((1, 2, 4, 8, 16)), choice(range(1, 9))
         call = Shape(*heads, N, D, N_q, filled), choice((torch.bfloat16, torch.float16))
-        if cache_bytes(call[0]) <= 2**30:
+        if bytes_of(call[0]) <= 2**30:
             found.append(Drawn(*call, choice((False, True))))
     return found
 

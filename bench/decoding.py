@@ -13,6 +13,7 @@ Shapes: B batch, H_kv heads of k and v, of which each is read by G of q, N keys,
 """
 
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,27 +67,32 @@ def main(argv=None) -> int:
         "--draws", type=harness.positive, default=50, help="random shapes; half of them timed"
     )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    args = parser.parse_args(argv)
+    return run_parts("decoding", parser.parse_args(argv), PARTS, table)
+
+
+def run_parts(plan: str, args, parts: dict, table: Callable, more: str = "") -> int:
+    """The exit status. A row for each that the asked parts yield. more: of the method."""
     device = harness.gpu(args)
     torch.manual_seed(0)
     method = (
         f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in turns, over "
-        "caches that L2 does not hold"
+        f"caches that L2 does not hold{more}"
     )
-    result = harness.Result("decoding", method, args)
+    result = harness.Result(plan, method, args)
     with torch.no_grad():
         for part in args.parts:
-            for row in PARTS[part](args, device):
-                result.add([row])
-            show(table(result["rows"]))
+            for row in parts[part](args, device):
+                result.add([{"part": part, **row}])
+                torch.cuda.empty_cache()
+    show(table(result["rows"]))
     return result.end("part", "shape")
 
 
 # -- one call ----
 
 
-def bytes_of(shape: Shape) -> int:
-    """Of k and v."""
+def bytes_of(shape) -> int:
+    """Of k and v in 16 bits."""
     return 4 * shape.B * shape.H_kv * shape.N * shape.D
 
 
@@ -138,13 +144,12 @@ def values(args, device):
     for shape in [*drawn(args.draws), *CALLS[:5]]:
         inputs = draw(shape, device)
         exact = by_hand(*inputs)
-        row = {"part": "values", "shape": shape._asdict(), "error": None}
+        row = {"shape": shape._asdict(), "error": None}
         for name, call in (("repeated", repeated), ("unrepeated", unrepeated)):
             row[name] = relative_l1(call(*inputs).double(), exact)
         if not row["unrepeated"] < 0.01:
             row["error"] = f"SDPA with enable_gqa is wrong: relative L1 {row['unrepeated']:.3g}"
         yield row
-        torch.cuda.empty_cache()
 
 
 def calls(args, device):
@@ -160,7 +165,7 @@ def calls(args, device):
         report = sage_inductor.report()
         times = interleave(runners, args.rounds, args.target_ms)
         yield {
-            "part": "calls", "shape": shape._asdict(), "error": None,
+            "shape": shape._asdict(), "error": None,
             "unrepeats": any(site.decision.unrepeats for site in report),
             "times": {name: summary(each) for name, each in times.items()},
             "speed": speed_of(times["sage"], times["repeated"]),

@@ -35,11 +35,7 @@ from bench.measure import SEES, WINDOW, Provider, draw, draw_mask
 from sage_inductor.choose import families
 from sage_inductor.ops import gpus, launch
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.attention.select import (
-    attention,
-    hopper_tile,
-    select,
-)
+from sage_inductor.ops.attention.select import attention, hopper_tile, select
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.recipe import NAMED

@@ -54,7 +54,9 @@ def record(name: str, launch: Callable, arguments: dict, gpu: Gpu) -> Recorded:
     while todo:
         recording = _Recording(todo.pop())
         outputs = recording.call(launch, arguments, gpu)
-        todo += recording.other_ways()
+        # For each question after the given ones, the answers that lead there and then differ.
+        answers = list(recording.answers.values())
+        todo += [answers[:i] + [False] for i in range(len(recording.given), len(answers))]
         ways.append(recording.steps)
         compilations |= recording.compilations
     tensors = [name for name, x in arguments.items() if isinstance(x, TensorArgument)]
@@ -136,11 +138,6 @@ class _Recording:
 
     def _number(self, text: str, facts: Facts, is_size: bool = False) -> int | Number:
         return facts.low if facts.low == facts.high else Number(self, text, facts, is_size)
-
-    def other_ways(self) -> list[list[bool]]:
-        """For each question after the `given` ones, the answers that lead there and then differ."""
-        answers = list(self.answers.values())
-        return [answers[:i] + [False] for i in range(len(self.given), len(answers))]
 
     def name(self, text: str) -> str:
         """The C++ name of a value, which is computed once."""

@@ -53,7 +53,8 @@ class Replay:
 
     def __call__(self, *args):
         library = self.library or self._ready(args)
-        if not library or _hooked():
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if not library or any(getattr(each, "calls", each) for each in hooks):
             return self.op(*args)
         tensors = [args[i] for i in self.positions]
         found = library.run(self.site, handles_of(tensors), args)
@@ -91,11 +92,6 @@ class Replay:
         except Exception as error:  # noqa: BLE001  (a kernel that is called in another way, say)
             lost(f"{BY_PYTHON}: {self.op}", error, warn=True)
             self.library = False
-
-
-def _hooked() -> bool:
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(each, "calls", each) for each in hooks)
 
 
 # -- what is noted ----

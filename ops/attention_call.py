@@ -14,7 +14,7 @@ from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.formats import MAX_ROWS, Prepared, rotation_scale
 from sage_inductor.ops.gpus import Gpu
 from sage_inductor.ops.recipe import Recipe, decode
-from sage_inductor.ops.visibility import Band, BlockLists, Visibility, num_tiles
+from sage_inductor.ops.visibility import Band, BlockLists, num_tiles
 
 
 class AttentionCall(NamedTuple):
@@ -62,19 +62,6 @@ class AttentionCall(NamedTuple):
         of_kernels = p._replace(v=self.v if p.v is None else p.v)._asdict()
         del of_kernels["k_mean"]
         return self._replace(**of_kernels)
-
-    @classmethod
-    def of(
-        cls, q: Tensor, prepared: Prepared, v_16bit: Tensor, visibility: Visibility, scale: float,
-        n_kv: int, recipe: Recipe, out_bnhd: bool = False, of_q: tuple = (None, None),
-        visible: Tensor | None = None, warpgroups: int | None = None, order: tuple = (None,) * 4,
-    ) -> "AttentionCall":  # fmt: skip
-        p = prepared
-        return cls(
-            q, p.k, p.k_scale, v_16bit if p.v is None else p.v, scale, n_kv, recipe.encode(),
-            out_bnhd, *visibility[:2], *visibility.band, p.v_scale, p.v_mean, p.k_blocks,
-            p.v_blocks, *of_q, visible, warpgroups, *visibility.blocks, *p[-4:], *order,
-        )  # fmt: skip
 
     @property
     def decoded(self) -> Recipe:

@@ -234,8 +234,6 @@ GluonJITFunction = _of_gluon("triton.experimental.gluon._runtime:GluonJITFunctio
     without="as gluon, in packages")
 GluonASTSource = _of_gluon("triton.experimental.gluon._runtime:GluonASTSource",
     without="as gluon, in packages")
-ASTSource = _take("triton.experimental.gluon._runtime:GluonASTSource",
-    without="as gluon, in packages", optional=True)
 ASTSource = _take("triton.compiler:ASTSource",
     without="packages cannot hold kernels", optional=True)
 GPUTarget = _take("triton.backends.compiler:GPUTarget", without="as ASTSource", optional=True)

@@ -132,13 +132,10 @@ def pdl_option(pdl: bool) -> dict:
 def precompile(launch: Callable, arguments: tuple) -> None:
     """Start to compile what ``launch(run, gpu, *arguments)`` launches, if its sizes are known."""
     device = arguments[0].device
-    if device.type == "cuda" and all(map(_is_known, arguments)):
+    sizes = ((*x.shape, *x.stride()) if isinstance(x, Tensor) else (x,) for x in arguments)
+    known = not any(isinstance(n, torch.SymInt) for of_one in sizes for n in of_one)
+    if device.type == "cuda" and known:
         _start(device, launch, *map(_described, arguments))
-
-
-def _is_known(x) -> bool:
-    numbers = (*x.shape, *x.stride()) if isinstance(x, Tensor) else (x,)
-    return not any(isinstance(n, torch.SymInt) for n in numbers)
 
 
 @functools.cache  # started once

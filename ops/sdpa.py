@@ -331,19 +331,20 @@ def attention_call(
 ) -> AttentionCall:  # fmt: skip
     """What the attention op takes: with q's means where q is smoothed, and v itself, in 16 bits,
     where v is not quantized. prepared None: the op prepares k and v."""
-    of_q, visible = (None, None), None
+    q_mean = delta = visible = None
     if prepared is None:
-        prepared = Prepared(k, None, None)
         visible = visibility.keys(k) if spans is None else None
     elif recipe.of_qk.smooths_q:
-        ordered_q, ordered_k = ordered(q, perm), ordered(k, perm)
-        of_q = smooth_q(ordered_q, ordered_k, prepared.k_mean, visibility.keys(k))
+        of_qk = ordered(q, perm), ordered(k, perm)
+        q_mean, delta = smooth_q(*of_qk, prepared.k_mean, visibility.keys(k))
     if recipe.of_pv.dtype is None and v.dtype == torch.float32:
         v = v.bfloat16()
-    return AttentionCall.of(
-        q, prepared, v, visibility, scale, k.shape[2] if perm is None else perm.shape[0], recipe,
-        out_bnhd, of_q, visible, warpgroups, (perm, perm_k, spans, documents),
+    a = AttentionCall(
+        q, k, None, v, scale, k.shape[2] if perm is None else perm.shape[0], recipe.encode(),
+        out_bnhd, *visibility[:2], *visibility.band, None, None, None, None, q_mean, delta, visible,
+        warpgroups, *visibility.blocks, None, None, None, None, perm, perm_k, spans, documents,
     )  # fmt: skip
+    return a if prepared is None else a.with_prepared(prepared)
 
 
 def _unsmoothed_lse(lse: Tensor, q: Tensor, k_mean: Tensor, scale: float) -> list[Tensor]:

@@ -148,7 +148,12 @@ class Visibility(NamedTuple):
             if self.blocks.tail_block is None:
                 named = listed_keys(self.blocks, k.shape[2])
             code = named * (COUNTS if code is None else code)
-        return None if code is None else visible_keys(code, k.shape[1])
+        if code is None:
+            return None
+        if code.shape[1] != 1:
+            code = code.unflatten(1, (k.shape[1], -1)).amax(2)
+        most = code.amax(-1, keepdim=True).clamp(min=REACHED)
+        return (code == most).to(torch.uint8)
 
 
 def seen_keys(band: Band, n_q, n_kv) -> tuple | None:
@@ -196,11 +201,3 @@ def listed_keys(blocks: BlockLists, n_kv: int) -> Tensor:
     # By methods: an index of fake tensors asks for their GPU, which may not be there.
     flags = flags.unsqueeze(3).expand(-1, -1, -1, blocks.block_kv)
     return flags.flatten(2).narrow(2, 0, n_kv)
-
-
-def visible_keys(code: Tensor, heads_kv: int) -> Tensor:
-    """code [B or 1, H_q or 1, N_kv], the most of any query -> `Visibility.keys`."""
-    if code.shape[1] != 1:
-        code = code.unflatten(1, (heads_kv, -1)).amax(2)
-    most = code.amax(-1, keepdim=True).clamp(min=REACHED)
-    return (code == most).to(torch.uint8)

@@ -17,10 +17,11 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.notes import lost
 from sage_inductor.ops.symbols import noting_guards
 from sage_inductor.ops.visibility import FULL
-from sage_inductor.patterns import flex, modules, packed, sdpa, sdpa_backends
-from sage_inductor.patterns.call import Call, Decision, Site, gathered, unreadable
+from sage_inductor.patterns import flex, modules, packed, reasons, sdpa, sdpa_backends
+from sage_inductor.patterns.call import Call, Decision, Site, gathered
 from sage_inductor.patterns.graph import GraphIndex, graph_modules, value_of
 from sage_inductor.patterns.masks.bands import prove
+from sage_inductor.patterns.module_path import module_path
 from sage_inductor.patterns.replace import replace, share
 from sage_inductor.patterns.softmax import build as softmax
 
@@ -74,7 +75,8 @@ def _rewrite_graph(graph: torch.fx.Graph, requested: dict, decide, put) -> list[
         except compat.ShortenTraceback:  # of what the user asked for
             raise
         except Exception as error:  # noqa: BLE001  (as above)
-            site = unreadable(node, error)
+            decision = Decision(None, reasons.UNREADABLE(type(error).__name__, error))
+            site = Site(module_path(node), node.name, "?", (), (), "?", "?", decision)
             node.meta["sage"] = "kept"
         index.undo()
         sites += [site] if site else []

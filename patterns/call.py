@@ -150,10 +150,15 @@ class Site:
         return self.recipe is not None
 
 
-def unreadable(node, error: Exception) -> Site:
-    """The site of a call that looking at raised for: it stays as it was."""
-    reason = reasons.UNREADABLE(type(error).__name__, error)
-    return Site(module_path(node), node.name, "?", (), (), "?", "?", Decision(None, reason))
+def other_dtype(call: Call, dtype: torch.dtype) -> Reason | None:
+    """The reason that a call stays whose tensors are not all of this dtype. Autocast casts what
+    sage::sdpa takes, but nothing of the op that is called."""
+    tensors, regions = [value_of(x) for x in (call.q, call.k, call.v)], call.emit.autocasts
+    device = tensors[0].device.type
+    found = [x.dtype for x in (*tensors, call.out)] + [region[1] for region in regions]
+    found += [torch.get_autocast_dtype(device)] * torch.is_autocast_enabled(device)
+    wrong = [str(x)[6:] for x in found if x != dtype]
+    return reasons.DTYPE([str(dtype)[6:]], wrong[0]) if wrong else None
 
 
 def gathered(node: Node) -> Site | None:

@@ -22,7 +22,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import guarded
 from sage_inductor.ops.visibility import BlockLists
 from sage_inductor.patterns import graph, reasons
-from sage_inductor.patterns.call import Call
+from sage_inductor.patterns.call import Call, other_dtype
 from sage_inductor.patterns.graph import value_of
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def find(node: Node, index: graph.GraphIndex) -> Call | None:
 
 def _why_not(call: Call, given: dict, others: Iterable[Node]) -> reasons.Reason | None:
     """others: what is read beside the output."""
-    q, k, v, sizes = map(value_of, (call.q, call.k, call.v, given.get("variable_block_sizes")))
+    k, sizes = value_of(call.k), value_of(given.get("variable_block_sizes"))
     known = call.spelling.startswith(PACKAGE) and given.keys() >= LISTS
     known = known and k.dim() == 4 and sizes.dim() == 1  # sm100a also takes blocks of 128
     if not known or not guarded(k.shape[2] == BLOCK * sizes.shape[0]):
@@ -71,7 +71,4 @@ def _why_not(call: Call, given: dict, others: Iterable[Node]) -> reasons.Reason 
     )
     if not all(items):
         return reasons.LSE_USED()
-    # Autocast casts no op of FastVideo, but sage::sdpa.
-    dtypes = [x.dtype for x in (q, k, v)] + call.emit.autocast_dtypes(q.device.type)
-    wrong = [str(x)[6:] for x in dtypes if x != torch.bfloat16]
-    return reasons.DTYPE(["bfloat16"], wrong[0]) if wrong else None
+    return other_dtype(call, torch.bfloat16)

@@ -164,18 +164,6 @@ def order_of(node: Node) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def is_known(node: Node) -> bool:
-    """Whether it is known what a call does; of others `may_write` supposes that they write."""
-    home = getattr(node.target, "__module__", None) or "torch"
-    higher = isinstance(node.target, compat.HigherOrderOperator)
-    return (
-        "::" not in op_name(node)
-        and not higher
-        and "_dynamo" not in home
-        and node.op != "call_module"
-    )
-
-
 # Methods by which operators are called in a graph; the others (__ior__, __setitem__) may write.
 READS = ("__and__", "__or__", "__xor__", "__invert__", "__eq__", "__ne__", "__abs__")
 
@@ -398,13 +386,6 @@ class Emitter:
         node.meta[self.key] = value
         self.nodes.append(node)
         return node
-
-    def autocast_dtypes(self, device_type: str) -> list[torch.dtype]:
-        """The dtypes of torch.autocast at the anchor, which casts what sage::sdpa takes."""
-        found = [region[1] for region in self.autocasts]
-        if torch.is_autocast_enabled(device_type):
-            found.append(torch.get_autocast_dtype(device_type))
-        return found
 
     def size(self, x: Node, d: int):
         """A dynamic one needs a node of its own: Dynamo's graphs hold no symbols as arguments."""

@@ -23,7 +23,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import guarded
 from sage_inductor.ops.visibility import Band
 from sage_inductor.patterns import fastvideo, graph, reasons, sla
-from sage_inductor.patterns.call import Call
+from sage_inductor.patterns.call import Call, other_dtype
 from sage_inductor.patterns.graph import (
     Emitter,
     GraphIndex,
@@ -94,28 +94,18 @@ def _why(name: str, given: dict, cu: Any) -> reasons.Reason | None:
     return reasons.PACKED_WITH(other) if other else None
 
 
-def _is_packed(call: Call, cu_q: Node, cu_k: Node | None) -> bool:
-    """Whether q, k and v are [T, H, D], of as many documents."""
-    sizes = [value_of(x).shape[0] for x in (cu_q, cu_k) if x is not None]
-    of_tokens = all(value_of(x).dim() == 3 for x in (call.q, call.k, call.v))
-    return of_tokens and guarded(sizes[0] == sizes[-1])
-
-
 def _unpack(call: Call, op: Node, given: dict, cu: list) -> None:
     """The call as one of [1, H, T, D], or why it is none."""
-    emit, q = call.emit, value_of(call.q)
-    others = op.users.keys() - {call.node}
+    emit, (q, k, v) = call.emit, map(value_of, (call.q, call.k, call.v))
+    others, counts = op.users.keys() - {call.node}, [value_of(x).shape[0] for x in cu if x]
     if call.node is op or not all(graph.dead(x) for x in others):
         call.refused = reasons.LSE_USED()
     elif call.out.requires_grad:
         call.refused = reasons.PACKED_TRAINING()
-    elif not _is_packed(call, *cu):
+    elif not (q.dim() == k.dim() == v.dim() == 3 and guarded(counts[0] == counts[-1])):
         call.refused = reasons.ANOTHER_KERNEL(str(op.target).removesuffix(".default"))
-    cast = [
-        x for x in emit.autocast_dtypes(q.device.type) if x != q.dtype
-    ]  # which casts no such op
-    if call.refused is None and cast:
-        call.refused = reasons.DTYPE([str(q.dtype)[6:]], str(cast[0])[6:])
+    else:
+        call.refused = other_dtype(call, q.dtype)
     if call.refused is not None:
         return
     left, right = given.get("window_size") or (
@@ -127,7 +117,7 @@ def _unpack(call: Call, op: Node, given: dict, cu: list) -> None:
     call.scale = as_float(given.get("scale", given.get("softmax_scale")))
     call.enable_gqa = True
     cu_q, cu_k = cu
-    same = cu_k in (None, cu_q) and statically_true(q.shape[0] == value_of(call.k).shape[0])
+    same = cu_k in (None, cu_q) and statically_true(q.shape[0] == k.shape[0])
     used = given.get("seqused_k")
     call.documents = cu_q, None if same and used is None else cu_k or cu_q, used
     call.dead = graph.left_over({op}, call.node)

@@ -8,6 +8,7 @@ its text.
 """
 
 import dataclasses
+import functools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,22 +137,16 @@ BIASED_K = Cause(
     "(sage.training='fp8-backward' overrides)",
     f"{_NO_GRAD}; to train it by the FP8 backward set sage.training='fp8-backward', and look at "
     "diagnose_training", "training, causal with a bias")
-TRAINS_UNMASKED = Cause("{} trains calls without a mask but the causal one, got {}", _FORCED,
-    "training")
-TRAINS_SQUARE = Cause(
-    "the FP8 backward trains causal calls of as many queries as keys, got {} and {}", _FORCED,
-    "training")
-TRAINS_WITHOUT_LSE = Cause("{} trains calls that return no logsumexp", _FORCED, "training")
-TRAINS_HEAD_DIMS = Cause("{} trains head_dims up to {}, one of q, k and v, got {} and {}", _FORCED,
-    "training")
-TRAINS_POSITIVE_SCALE = Cause("the FP8 backward trains calls whose scale is more than 0, got {}",
-    _FORCED, "training")
-TRAINS_16_BITS = Cause("the FP8 backward trains in 16 bits on a GPU, got float32", _FORCED,
-    "training")
-TRAINS_ON_HOPPER = Cause("the FP8 backward trains on compute capability 9.0, got {}.{}", _FORCED,
-    "training")
-TRAINS_FROM_8_0 = Cause("sagebwd trains from compute capability 8.0 on, got {}.{}", _FORCED,
-    "training")
+_trains = functools.partial(Cause, remedy=_FORCED, short="training")
+TRAINS_UNMASKED = _trains("{} trains calls without a mask but the causal one, got {}")
+TRAINS_SQUARE = _trains(
+    "the FP8 backward trains causal calls of as many queries as keys, got {} and {}")
+TRAINS_WITHOUT_LSE = _trains("{} trains calls that return no logsumexp")
+TRAINS_HEAD_DIMS = _trains("{} trains head_dims up to {}, one of q, k and v, got {} and {}")
+TRAINS_POSITIVE_SCALE = _trains("the FP8 backward trains calls whose scale is more than 0, got {}")
+TRAINS_16_BITS = _trains("the FP8 backward trains in 16 bits on a GPU, got float32")
+TRAINS_ON_HOPPER = _trains("the FP8 backward trains on compute capability 9.0, got {}.{}")
+TRAINS_FROM_8_0 = _trains("sagebwd trains from compute capability 8.0 on, got {}.{}")
 TRAINS_BY_HOPPER_KERNEL = Cause("the FP8 backward trains with the Hopper kernel: {}",
     HOPPER_LOST.remedy, "the Hopper kernel needs Triton {1}")
 LISTS_IN_TRAINING = Cause("training: block lists have no backward here", _NO_GRAD, "training")
@@ -322,7 +317,6 @@ BROADCASTS = Cause("a product broadcasts: q {}, k {}, v {}", _AS_SDPA)
 RESHAPED_FOR = Cause("scores of dynamic sizes are reshaped for `{}`", _AS_SDPA)
 TRANSPOSED_FOR = Cause("scores are reshaped and transposed for `{}`", _AS_SDPA)
 _MOVE = "move it before or after the attention"
-WRITES = Cause("`{}` writes in place between the products", _MOVE)
 MAY_WRITE = Cause("`{}` may write to what it is given, and is between the products", _MOVE)
 MODE = Cause("`{}` changes a mode between the products", _MOVE)
 

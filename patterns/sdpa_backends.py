@@ -12,6 +12,7 @@ Everything else that they return (the state of dropout) is for their own backwar
 """
 
 import operator
+import re
 from collections.abc import Iterator
 
 import torch
@@ -42,7 +43,8 @@ def find(node: Node, index: GraphIndex) -> Call | None:
         return None
     given = by_schema(node, node.target)
     call = Call(
-        items[OUT], _name(node), Emitter(node, index), given["query"], given["key"], given["value"],
+        items[OUT], str(node.target).removesuffix(".default").replace("._", "."),
+        Emitter(node, index), given["query"], given["key"], given["value"],
         value_of(items[OUT]), attn_mask=given.get("attn_bias", given.get("attn_mask")),
         dropout_p=given["dropout_p"], scale=given["scale"],
         band=CAUSAL if given["is_causal"] else FULL, enable_gqa=True, dead=[node],
@@ -71,7 +73,8 @@ def _more(call: Call, node: Node, items: dict[int, Node], given: dict) -> str | 
     """What sage::sdpa does not give, if there is anything."""
     if len(items) < len(node.users) or items.keys() - {OUT, LSE}:
         return "more than one out and one logsumexp are read"
-    if any(_is_backward(user) for item in items.values() for user in _readers(item)):
+    readers = {op_name(user) for item in items.values() for user in _readers(item)}
+    if any(re.fullmatch("_scaled_dot_product_.*_backward", name) for name in readers):
         return "its own backward reads what it returns"
     q, k = value_of(call.q), value_of(call.k)
     if given["is_causal"] and not guarded(q.shape[2] == k.shape[2]):
@@ -94,13 +97,3 @@ def _readers(node: Node) -> Iterator[Node]:
         yield user
         if op_name(user) in ("detach", "alias"):
             yield from _readers(user)
-
-
-def _is_backward(node: Node) -> bool:
-    name = op_name(node)
-    return name.startswith("_scaled_dot_product_") and name.endswith("_backward")
-
-
-def _name(node: Node) -> str:
-    name = str(node.target).removesuffix(".default")  # aten._scaled_dot_product_flash_attention
-    return name.replace("._", ".")

@@ -21,7 +21,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import guarded
 from sage_inductor.ops.visibility import BLOCK_SIZES, BlockLists
 from sage_inductor.patterns import graph, reasons
-from sage_inductor.patterns.call import Call
+from sage_inductor.patterns.call import Call, other_dtype
 from sage_inductor.patterns.graph import value_of
 
 aten = torch.ops.aten
@@ -84,7 +84,4 @@ def _why_not(call: Call, launch: Node, lse: Node) -> reasons.Reason | None:
         return reasons.LISTS_IN_TRAINING()
     if not all(user is launch or graph.idle(user, lse) for user in lse.users):
         return reasons.LSE_USED()
-    # Autocast casts no kernel's tensors, but sage::sdpa's.
-    dtypes = [x.dtype for x in (k, v, call.out)] + call.emit.autocast_dtypes(q.device.type)
-    wrong = [str(x)[6:] for x in dtypes if x != q.dtype]
-    return reasons.DTYPE([str(q.dtype)[6:]], wrong[0]) if wrong else None
+    return other_dtype(call, q.dtype)

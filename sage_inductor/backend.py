@@ -60,7 +60,9 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         # torch.compile gives this dict for every graph: a relative path stays the file that it was.
         options[PREFIX + "policy"] = path
     settings, graph_break = resolve({"mode": mode, **ours}), report.ends_in_graph_break(gm)
-    final = not _has_symbolic_floats(gm)
+    # While Inductor compiles, Dynamo may make a constant of a number that the caller passes (a
+    # scale, say): it abandons the graph and traces it again.
+    final = not any(isinstance(value_of(node), torch.SymFloat) for node in gm.graph.nodes)
     variants = _variants(gm, settings)
     sites = _sites_of_stages(variants)
     refused = settings.strict and report.not_requested(sites)
@@ -68,8 +70,7 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     if not (refused and final):  # else Inductor's minutes would be for nothing
         inductor = InductorWrapper(settings.mode, _keyed_on_sources(theirs), None)
         compiled = _compile(variants, lambda: inductor(gm, example_inputs))
-    # Recorded after compiling: until then Dynamo may abandon the graph, see _has_symbolic_floats.
-    report.record(sites, settings.policy, graph_break)
+    report.record(sites, settings.policy, graph_break)  # after that: the graph was not abandoned
     if settings.strict:
         report.raise_if_refused(sites)
     return compiled
@@ -151,12 +152,6 @@ def _sites_of_stages(variants: dict[str | None, _Variant]) -> list[Site]:
         for site in variant.sites
         if stage is not None and known.get((site.module, site.call)) != site.decision
     ]
-
-
-def _has_symbolic_floats(gm: torch.fx.GraphModule) -> bool:
-    """Whether Dynamo may abandon the graph while Inductor compiles it, and trace it again with a
-    number that the caller passes (a scale, say) as a constant."""
-    return any(isinstance(value_of(node), torch.SymFloat) for node in gm.graph.nodes)
 
 
 # ``torch._dynamo.reset()`` calls it: what Inductor's own backend forgets (CUDA graph trees).

@@ -9,9 +9,7 @@ its fields.
 
 The environment is read when sage_inductor is imported, by the program or by torch for
 ``backend="sage"``. So ``SAGE_INDUCTOR_REWRITE_INDUCTOR=1`` does nothing in a program that does
-neither: it needs one line, ``import sage_inductor``. (torch could import us with itself, by an
-entry point of its group "torch.backends". But then `import torch` fails wherever our installation
-is broken or was moved, even in programs that never ask for us.)
+neither: it needs one line, ``import sage_inductor``.
 """
 
 import contextlib
@@ -75,10 +73,6 @@ def flag(name: str, value):
     return value
 
 
-def _mode(name: str, value):
-    return names.one_of(list(torch._inductor.list_mode_options()), name, value)
-
-
 # fmt: off
 class Table:
     recipe: RecipeOption = _row(names.AUTO, names.check_recipe,
@@ -96,12 +90,12 @@ class Table:
         'how calls that need gradients are computed: "off": exactly (SDPA, or what force does); '
         '"fp8-backward": by the FP8 backward (Hopper); "sagebwd": in INT8, forward and backward; '
         '"auto": by the FP8 backward if that is predicted to be faster than SDPA')
-    strict: bool = _row(False, flag,
-        "raise SageRefused when a call stays as it was")
+    strict: bool = _row(False, flag, "raise SageRefused when a call stays as it was")
     rewrite_inductor: bool = _row(False, flag,
         'rewrite graphs of backend="inductor" too, by a pass next to the user\'s own',
         only="config")
-    mode: str | None = _row(None, _mode,
+    mode: str | None = _row(None,
+        lambda name, value: names.one_of(list(torch._inductor.list_mode_options()), name, value),
         "Inductor's mode, for use together with options, which torch.compile does not allow",
         only="options")
 # fmt: on

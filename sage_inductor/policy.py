@@ -274,21 +274,17 @@ def _of_file(path: str) -> tuple[Rule, ...]:
     read = session().rules_of_files if compiling else {}
     version = os.stat(path).st_mtime_ns if os.path.exists(path) else None
     if path not in read:
-        read[path] = version, _read(path)
+        try:
+            _rules_of_files[path] = Policy.load(path).rules
+        except ValueError as error:
+            if path not in _rules_of_files:
+                raise
+            warn_once(f"{error}: the policy stays what this file said before")
+        read[path] = version, _rules_of_files[path]
     if read[path][0] != version:
         warn_once(f"{path} has changed: graphs have what it said before, until "
                    "torch._dynamo.reset() is called")  # fmt: skip
     return read[path][1]
-
-
-def _read(path: str) -> tuple[Rule, ...]:
-    try:
-        _rules_of_files[path] = Policy.load(path).rules
-    except ValueError as error:
-        if path not in _rules_of_files:
-            raise
-        warn_once(f"{error}: the policy stays what this file said before")
-    return _rules_of_files[path]
 
 
 def from_python(given: dict | list | tuple) -> tuple[Rule, ...]:

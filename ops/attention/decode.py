@@ -31,15 +31,14 @@ from sage_inductor.ops import gpus
 from sage_inductor.ops.attention.tiles import hopper_unavailable
 from sage_inductor.ops.attention_call import as_stored, empty_outputs, schema_of
 from sage_inductor.ops.compat import gdc_launch_dependents, gdc_wait
+from sage_inductor.ops.constants import LN2, LOG2E, TINY
 from sage_inductor.ops.decode_call import BLOCK_N, CODES, P_BITS, UP, DecodeCall
-from sage_inductor.ops.formats import LOG2E, MAX_ROWS, TINY, pad_head_dim, rotation_scale
+from sage_inductor.ops.formats import MAX_ROWS, pad_head_dim, rotation_scale
 from sage_inductor.ops.launch import HAS_PDL, pdl_option
 from sage_inductor.ops.quantize.rotate import rotate
 from sage_inductor.ops.reference import decode as reference
 from sage_inductor.ops.register import launched_by, opens
 
-_LOG2E, _LN2 = tl.constexpr(LOG2E), tl.constexpr(1 / LOG2E)
-_TINY = tl.constexpr(TINY)
 _UP, _P_BITS = tl.constexpr(UP), tl.constexpr(P_BITS)
 # Programs a processor. H200, 2026-11-29: one fewer or more is up to 9 % slower from 32K keys on.
 PROGRAMS = 2
@@ -101,7 +100,7 @@ def _decode_kernel(
     q = tl.load(q, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0)  # [BLOCK_M, BLOCK_D]
     if TURN > 0:  # of a power of two: 16 bits hold it as they held q
         q = (rotate(q, BLOCK_M, BLOCK_D) * TURN).to(q.dtype)
-    down = tl.full([BLOCK_M], SCALE * _LOG2E, tl.float32)
+    down = tl.full([BLOCK_M], SCALE * LOG2E, tl.float32)
     if K_scale is not None:
         exponent = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True) >> 23
         up = (tl.minimum(-exponent + _UP, 254) << 23).to(tl.float32, bitcast=True)
@@ -116,7 +115,7 @@ def _decode_kernel(
     if Is_run is not None:
         is_run = tl.load(Is_run + b * stride_run) != 0
     BITS: tl.constexpr = 0.0 if V_scale is None else _P_BITS
-    c = tl.cast(1.0 if V_scale is None else _TINY, tl.float32)
+    c = tl.cast(1.0 if V_scale is None else TINY, tl.float32)
 
     for first in tl.range(begin, stop, BLOCK_N, num_stages=NUM_STAGES):
         key = first + n
@@ -192,7 +191,7 @@ def _combine_splits_kernel(
     acc = acc * tl.where(l == 0, 0.0, 1.0 / l)
     out = Out + b * stride_ob + h * stride_oh + i * stride_on + dv
     tl.store(out, acc.to(Out.dtype.element_ty), mask=dv < D_V)
-    tl.store(Lse + row, (m + tl.log2(l)) * _LN2)
+    tl.store(Lse + row, (m + tl.log2(l)) * LN2)
 
 
 class Plan(NamedTuple):

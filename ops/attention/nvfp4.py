@@ -33,16 +33,13 @@ from sage_inductor.ops.attention.visible_tiles import (
     tiles_of,
 )
 from sage_inductor.ops.attention_call import AttentionCall
-from sage_inductor.ops.formats import FP4_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK, pad_head_dim
+from sage_inductor.ops.constants import LN2, LOG2_FP4_MAX, LOG2E, Q_BLOCK
+from sage_inductor.ops.formats import FP4_BLOCK, pad_head_dim
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits
 from sage_inductor.ops.quantize.nvfp4 import block_scaled_dot, power_of_two, quantize_blocks
 
 _BLOCK = tl.constexpr(FP4_BLOCK)
-_LOG2_FP4_MAX = tl.constexpr(LOG2_FP4_MAX)
-_LOG2E = tl.constexpr(LOG2E)
-_LN2 = tl.constexpr(1 / LOG2E)
-_Q_BLOCK = tl.constexpr(Q_BLOCK)
 # Rows of k: the codes of one head are addressed by 32 bits. By 64 the loop spills a tenth more
 # (sm_100, a window, head_dim 128: 376 bytes a thread, not 312).
 MAX_KEYS = 2**24
@@ -90,12 +87,12 @@ def _attention_kernel(
     q = Q + b * stride_qb + h * stride_qh
     q = q + rows.to(tl.int64)[:, None] * stride_qn + d.to(tl.int64)[None, :] * stride_qd
     q = tl.load(q, mask=mask_q, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_D]
-    block = head * (tl.cdiv(N_q, _Q_BLOCK) + 1) + row0 // _Q_BLOCK
+    block = head * (tl.cdiv(N_q, Q_BLOCK) + 1) + row0 // Q_BLOCK
     q_mean = tl.load(Q_mean + block * D + d, mask=d < D, other=0.0).to(tl.float32)
     q = tl.where(mask_q, q - q_mean[None, :], 0.0)
     inverse, q_scale = power_of_two(tl.max(abs_bits(q), 1))
     q_fp4, q_e4m3 = quantize_blocks(q * inverse[:, None], NATIVE)
-    c = q_scale * (tl.load(K_scale + head_kv) * (SCALE * _LOG2E))  # [BLOCK_M]
+    c = q_scale * (tl.load(K_scale + head_kv) * (SCALE * LOG2E))  # [BLOCK_M]
 
     # -- where k and v are ----
     K += head_kv * N_pad * (BLOCK_D // 2)
@@ -132,7 +129,7 @@ def _attention_kernel(
             k = tl.load(k_ptrs + j * (BLOCK_N * BLOCK_D // 2))
             k_e4m3 = tl.load(k_e4m3_ptrs + j * (BLOCK_N * BLOCK_D // _BLOCK))
             s = block_scaled_dot(q_fp4, q_e4m3, k, k_e4m3, zero, NATIVE)  # [BLOCK_M, BLOCK_N]
-            delta = tl.load(Delta + column).to(tl.float32) * (SCALE * _LOG2E)
+            delta = tl.load(Delta + column).to(tl.float32) * (SCALE * LOG2E)
             x = s * c[:, None] + delta[None, :]
             if masked:
                 here = mask_ptrs + tl.cast(j, tl.int64) * BLOCK_N * stride_mn
@@ -142,7 +139,7 @@ def _attention_kernel(
                 )  # fmt: skip
 
             # -- softmax: maximum of the tile, running maximum and sum ----
-            m_tile = shift_of(tl.max(x, 1), _LOG2_FP4_MAX)
+            m_tile = shift_of(tl.max(x, 1), LOG2_FP4_MAX)
             m_new = tl.maximum(m, m_tile)
             # A row that has seen nothing has no maximum: x - m would be NaN.
             shift_tile, shift = m_tile, m_new
@@ -174,7 +171,7 @@ def _attention_kernel(
     out = Out + b * stride_ob + h * stride_oh
     out = out + rows.to(tl.int64)[:, None] * stride_on + dv[None, :]
     tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
-    lse = (m + tl.log2(l)) * _LN2
+    lse = (m + tl.log2(l)) * LN2
     tl.store(Lse + head * N_q + rows, lse, mask=rows < N_q)
 
 

@@ -99,7 +99,8 @@ def _attend(run: Callable, gpu: torch.device | gpus.Gpu, a: AttentionCall) -> tu
     capability = gpus.capability(gpu)
     tile = select(capability, recipe, a.head_dim, a.attn_mask is not None, a.blocks.size)
     if recipe.of_qk.block_scaled:
-        return nvfp4.launch(a, tile, run, tiles.multiplies_nvfp4(capability))
+        # Native where tensor cores multiply E2M1 with E4M3 scales: tl.dot_scaled compiles to it.
+        return nvfp4.launch(a, tile, run, capability[0] in (10, 12))
     of_hopper = hopper_tile(a, gpu)
     if of_hopper is not None:
         return _hopper().launch(a, of_hopper, run, gpu)

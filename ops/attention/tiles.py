@@ -74,12 +74,6 @@ TILES = [
 ]
 
 
-def multiplies_nvfp4(capability: tuple[int, int]) -> bool:
-    """Whether tensor cores multiply E2M1 with E4M3 scales, and Triton compiles tl.dot_scaled to it.
-    Elsewhere nvfp4.py decodes to fp16."""
-    return capability[0] in (10, 12)
-
-
 WARPGROUPS = (0, 1, 2, 3)  # what may be asked for; 0: not the Hopper kernel
 
 

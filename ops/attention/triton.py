@@ -29,7 +29,6 @@ Source: SageAttention (arXiv:2410.02367), SageAttention2 (arXiv:2411.10958).
 Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim.
 """
 
-import math
 from collections.abc import Callable
 
 import triton
@@ -46,24 +45,18 @@ from sage_inductor.ops.attention.visible_tiles import (
     heads_of,
     hide,
     how_often,
-    listed_tile,
     listed_tiles,
     tiles_in_sight,
     tiles_of,
 )
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import TensorDescriptor
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, Q_BLOCK, QK, pad_head_dim
+from sage_inductor.ops.constants import INT4_MAX, LN2, LOG2_FP8_MAX, LOG2E, Q_BLOCK
+from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.layout import is_token, token_of
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
-
-_INT4_MAX = tl.constexpr(QK["int4"].largest)
-_Q_BLOCK = tl.constexpr(Q_BLOCK)
-_LOG2E = tl.constexpr(LOG2E)
-_LN2 = tl.constexpr(1 / LOG2E)
-_LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))  # p uses all of E4M3: exp2(x - m) * 448
 
 
 @triton.jit
@@ -113,7 +106,7 @@ def _attention_kernel(
     stride_qb, stride_qh, stride_qn = stride_qb // 2, stride_qh // 2, stride_qn // 2
     stride_vb, stride_vh, stride_vn = stride_vb // 2, stride_vh // 2, stride_vn // 2
     stride_ob, stride_oh, stride_on = stride_ob // 2, stride_oh // 2, stride_on // 2
-    INT4: tl.constexpr = QK_MAX == _INT4_MAX
+    INT4: tl.constexpr = QK_MAX == INT4_MAX
     LISTED: tl.constexpr = BLOCK_KV > 0
     BIASED: tl.constexpr = INT4 or (MASK > 0 and ADDITIVE)  # large_scores.py
     # Rows that see no key:
@@ -142,7 +135,7 @@ def _attention_kernel(
         q = rotate(in_16_bits(q, Q), BLOCK_M, BLOCK_D)
     q = q.to(tl.float32)
     if INT4:
-        block_q = head * ((N_q + 2 * _Q_BLOCK - 1) // _Q_BLOCK) + row0 // _Q_BLOCK
+        block_q = head * ((N_q + 2 * Q_BLOCK - 1) // Q_BLOCK) + row0 // Q_BLOCK
         q_mean = tl.load(Q_mean + block_q * D + d, mask=d < D, other=0.0).to(tl.float32)
         q = tl.where(mask_q, q - q_mean[None, :], 0.0)
         Delta += block_q * N_pad
@@ -157,7 +150,7 @@ def _attention_kernel(
     # The sign of scale goes into q_8bit, so that q_scale * k_scale >= 0 and the row maximum can
     # be taken before scaling.
     q_8bit = to_8bit(q, (inverse if SCALE >= 0 else -inverse)[:, None], QK_MAX)
-    q_scale = q_scale * ((SCALE if SCALE >= 0 else -SCALE) * _LOG2E)
+    q_scale = q_scale * ((SCALE if SCALE >= 0 else -SCALE) * LOG2E)
     if INT4:
         q_scale = q_scale * 0.0625  # k is unpacked to 16 times its codes
 
@@ -201,7 +194,7 @@ def _attention_kernel(
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
+    offset: tl.constexpr = LOG2_FP8_MAX if FP8 else 0.0
 
     # This loop runs once. As its argument q_8bit stays in shared memory; an operand that Triton
     # sees computed in registers stays there, 16 a thread, and at the cap they are spilled (H200,
@@ -229,7 +222,10 @@ def _attention_kernel(
                 j = i
                 at = j  # a tile that is there
                 if LISTED and part != TAIL:
-                    j = listed_tile(Listed, i, N_kv, BLOCK_KV, BLOCK_N)
+                    TILES: tl.constexpr = BLOCK_KV // BLOCK_N
+                    block = tl.load(Listed + i // TILES)  # beyond the keys: the first of no key
+                    block = tl.maximum(tl.minimum(block, tl.cdiv(N_kv, BLOCK_KV)), 0)
+                    j = block * TILES + i % TILES
                     at = tl.minimum(j, N_pad // BLOCK_N - 1)
                 # -- s = q k^T, with its scales ----
                 if part == TAIL:
@@ -258,7 +254,7 @@ def _attention_kernel(
                 c = q_scale[:, None, None] * k_scale[None, :, :]  # [BLOCK_M, BLOCK_N / 64, GROUPS]
                 c5 = c[:, :, None, :, None]
                 if INT4:
-                    delta = delta.to(tl.float32) * (SCALE * _LOG2E)
+                    delta = delta.to(tl.float32) * (SCALE * LOG2E)
                     delta = delta[None, :].broadcast_to([BLOCK_M, BLOCK_N]).reshape(s.shape)
 
                 # -- softmax: running maximum and sum ----
@@ -381,7 +377,7 @@ def _attention_kernel(
     out = out + token.to(tl.int64)[:, None] * stride_on + dv[None, :]
     here = is_token(Perm, token, rows, N_q)[:, None] & (dv < D_V)[None, :]
     tl.store(out, o.to(Out.dtype.element_ty), mask=here)
-    lse = ((m if BIASED else m - offset) + tl.log2(l)) * _LN2
+    lse = ((m if BIASED else m - offset) + tl.log2(l)) * LN2
     if Documents is not None:
         token = rows
     tl.store(Lse + head * N_q + token, lse, mask=rows < N_q)

@@ -4,9 +4,8 @@ has masks; and by lists of blocks."""
 import triton
 import triton.language as tl
 
-from sage_inductor.ops.formats import LOG2E
+from sage_inductor.ops.constants import LOG2E
 
-_LOG2E = tl.constexpr(LOG2E)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
@@ -80,15 +79,6 @@ def listed_tiles(
 
 
 @triton.jit
-def listed_tile(Listed, i, N_kv, BLOCK_KV: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The i-th tile of keys that a list names. Beyond the keys: the first there, of no key."""
-    TILES: tl.constexpr = BLOCK_KV // BLOCK_N
-    block = tl.load(Listed + i // TILES)
-    block = tl.maximum(tl.minimum(block, tl.cdiv(N_kv, BLOCK_KV)), 0)
-    return block * TILES + i % TILES
-
-
-@triton.jit
 def hide(
     x, mask_ptrs, rows, here, column, N_q, N_kv,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, ADDITIVE: tl.constexpr,
@@ -111,10 +101,10 @@ def hide(
             # The lowest number of bf16 or fp32 hides as one among others; alone in a row it does
             # not. So it has to stay finite in log2 units.
             if a.dtype == tl.float16:
-                a = a.to(tl.float32) * _LOG2E
+                a = a.to(tl.float32) * LOG2E
             else:
                 a = a.to(tl.float32)
-                a = tl.where(a > -float("inf"), tl.maximum(a * _LOG2E, _LOWEST), a)
+                a = tl.where(a > -float("inf"), tl.maximum(a * LOG2E, _LOWEST), a)
             x = x + a.broadcast_to([BLOCK_M, BLOCK_N]).reshape(x.shape)
         else:
             keep = keep & (a != 0)

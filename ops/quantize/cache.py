@@ -20,14 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops import gpus
+from sage_inductor.ops.constants import INT8_MAX
 from sage_inductor.ops.decode_call import check_cache, check_tensors
-from sage_inductor.ops.formats import HEAD_DIMS, QK, pad_head_dim, rotation_scale
+from sage_inductor.ops.formats import HEAD_DIMS, pad_head_dim, rotation_scale
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 from sage_inductor.ops.reference import quantize as reference
 from sage_inductor.ops.register import launched_by, opens
 
-_LARGEST = tl.constexpr(QK["int8"].largest)
 ROWS = 16  # of a program: a product of fewer channels is none of rotate's
 
 
@@ -45,9 +45,9 @@ def _append_rows(
         x = tl.where(mask, x - tl.load(Anchor + d, mask=d < D, other=0.0)[None, :], 0.0)
     if ROTATED:
         x = rotate(in_16_bits(0.5 * x, X), ROWS, BLOCK_D)
-    inverse, scale = scale_of(tl.max(abs_bits(x), 1), _LARGEST)
+    inverse, scale = scale_of(tl.max(abs_bits(x), 1), INT8_MAX)
     tl.store(Scale + place, scale, mask=inside)
-    codes = to_8bit(x, inverse[:, None], _LARGEST)
+    codes = to_8bit(x, inverse[:, None], INT8_MAX)
     tl.store(Codes + place[:, None] * D + d[None, :], codes, mask=mask)
 
 

@@ -3,10 +3,8 @@
 import triton
 import triton.language as tl
 
-from sage_inductor.ops.formats import E4M3_MAX, TINY
+from sage_inductor.ops.constants import FP8_MAX, TINY
 
-_FP8_MAX = tl.constexpr(E4M3_MAX)
-_TINY = tl.constexpr(TINY)
 _ROUND = tl.constexpr(12582914.0)  # 1.5 * 2^23 + 2: what is added to it is rounded to an integer
 
 
@@ -20,7 +18,7 @@ def abs_bits(x):
 def scale_of(amax_bits, QK_MAX: tl.constexpr):
     """What divides a group by its scale, and the scale; NaN for a group with a NaN or an Inf."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    amax = tl.where(amax < _TINY, _TINY, amax)
+    amax = tl.where(amax < TINY, TINY, amax)
     scale = tl.where(amax < float("inf"), amax * (1.0 / QK_MAX), float("nan"))
     return tl.div_rn(tl.full(amax.shape, QK_MAX, tl.float32), amax), scale
 
@@ -28,7 +26,7 @@ def scale_of(amax_bits, QK_MAX: tl.constexpr):
 @triton.jit
 def to_8bit(x, inverse, QK_MAX: tl.constexpr):
     """x * inverse, to nearest even: to integers rounded once; to E4M3 from the product in fp32."""
-    if QK_MAX == _FP8_MAX:
+    if QK_MAX == FP8_MAX:
         return (x * inverse).to(tl.float8e4nv)
     else:
         # The low byte of the sum is the rounded product + 2: no conversion, which runs at 1/8

@@ -19,17 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_wait
-from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, QK, TINY, pad_head_dim, pad_rows
+from sage_inductor.ops.constants import FP8_MAX, INF_BITS, INT4_MAX, TINY
+from sage_inductor.ops.formats import K_BLOCK, PAD_N, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled, pdl_option, visible_argument
 from sage_inductor.ops.layout import is_token, token_of
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, scale_of, store_means, to_8bit
 from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 from sage_inductor.ops.recipe import Recipe
-
-_INT4_MAX = tl.constexpr(QK["int4"].largest)
-_FP8_MAX = tl.constexpr(E4M3_MAX)
-_TINY = tl.constexpr(TINY)
-_INF_BITS = tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -73,7 +69,7 @@ def quantize_k_block(
     amax = _of_groups(of_row, GROUPS)
     if MASK:
         shown = tl.load(visible + n, mask=n < N, other=0) != 0
-        of_hidden = _of_groups(tl.where(of_row < _INF_BITS, of_row, 0), GROUPS)
+        of_hidden = _of_groups(tl.where(of_row < INF_BITS, of_row, 0), GROUPS)
         amax = _of_groups(tl.where(shown, of_row, 0), GROUPS)
         amax = tl.where(amax == 0, of_hidden, amax)
     group = head * blocks + block
@@ -86,10 +82,10 @@ def quantize_k_block(
         inverse = inverse.reshape([K_BLOCK])
     if MASK:
         amax = amax.to(tl.float32, bitcast=True)
-        x = saturate(x, tl.where(amax < _TINY, _TINY, amax)[:, None])
+        x = saturate(x, tl.where(amax < TINY, TINY, amax)[:, None])
     x_8bit = to_8bit(x, inverse[:, None], QK_MAX)
     rows = group * K_BLOCK + tl.arange(0, K_BLOCK)
-    if QK_MAX == _INT4_MAX:  # reference.pack
+    if QK_MAX == INT4_MAX:  # reference.pack
         low, high = tl.split(x_8bit.to(tl.uint8, bitcast=True).reshape([K_BLOCK, BLOCK_D // 2, 2]))
         d = tl.arange(0, BLOCK_D // 2)
         tl.store(K_8bit + rows[:, None] * (BLOCK_D // 2) + d[None, :], low & 15 | high << 4)
@@ -118,7 +114,7 @@ def _quantize_k_kernel(
     garbage to FP8 where zeros belong (D = 8, sm_90).
     """
     N, channels = N2 // 2, D
-    if QK_MAX == _FP8_MAX:
+    if QK_MAX == FP8_MAX:
         channels = D2 // 2
     pid = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(N, PAD_N) * (PAD_N // K_BLOCK)

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sage_inductor.ops.constants import INF_BITS
 from sage_inductor.ops.formats import (
     FP4_BLOCK,
     OF_HIDDEN,
@@ -36,7 +37,6 @@ from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, saturate
 
 _BLOCK = tl.constexpr(FP4_BLOCK)
-_INF_BITS = tl.constexpr(0x7F800000)
 _NAN_E4M3 = tl.constexpr(0x7F)
 _OF_AMAX = tl.constexpr(OF_HIDDEN_FP4 / OF_HIDDEN)  # where rows saturate that do not count
 ROWS = 64  # of k or v that one program quantizes
@@ -103,7 +103,7 @@ def quantize_blocks(x, NATIVE: tl.constexpr):
         )  # fmt: skip
     else:
         x_fp4 = (to_e2m1(lo) | (to_e2m1(hi) << 4)).to(tl.uint8)
-    return x_fp4, tl.where(bits < _INF_BITS, code, _NAN_E4M3).to(tl.uint8)
+    return x_fp4, tl.where(bits < INF_BITS, code, _NAN_E4M3).to(tl.uint8)
 
 
 @triton.jit

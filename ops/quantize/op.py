@@ -11,7 +11,7 @@ from sage_inductor.ops.launch import run
 from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.quantize.keys import empty_k, launch_k
 from sage_inductor.ops.quantize.nvfp4 import empty_nvfp4, launch_nvfp4
-from sage_inductor.ops.quantize.one_pass import Means, launch_kv, overlaps
+from sage_inductor.ops.quantize.one_pass import launch_kv, overlaps
 from sage_inductor.ops.quantize.smooth import launch_estimate, launch_smooth
 from sage_inductor.ops.quantize.tail import launch_means, launch_tail
 from sage_inductor.ops.quantize.values import empty_v, launch_v
@@ -53,24 +53,19 @@ def launch_prepare(
     the order of what is made, and of visible (layout.py), in which a v of 16 bits is already; 4 x 4
     bits have none. spans, documents: documents.py's, for recipes of one pass with an 8-bit v, of
     which all rows are visible."""
-    if spans is not None:
-        how = recipe, run, overlaps(gpu), None, perm, (spans, documents)
-        return launch_kv(k, v, None, *how)
-    if tail_block is None:
-        return _launch_prepare(run, gpu, k, v, visible, recipe, None, perm)
-    means = launch_means(k, v, visible, recipe, tail_block, run, perm)
-    prepared = _launch_prepare(run, gpu, k, v, visible, recipe, means, perm)
-    return launch_tail(prepared, means, recipe, run)
-
-
-def _launch_prepare(
-    run: Callable, gpu: torch.device | gpus.Gpu, k: Tensor, v: Tensor, visible: Tensor | None,
-    recipe: Recipe, means: Means | None, perm: Tensor | None,
-) -> Prepared:  # fmt: skip
-    quantizes_v, saturate = recipe.of_pv.dtype is not None, visible is not None
+    means, quantizes_v = None, recipe.of_pv.dtype is not None
+    if tail_block is not None:
+        means = launch_means(k, v, visible, recipe, tail_block, run, perm)
     if recipe.sharing.one_pass:
-        given = visible, recipe, run, overlaps(gpu), means, perm
-        return launch_kv(k, v if quantizes_v else None, *given)
+        how = overlaps(gpu), means, perm, (spans, documents)
+        prepared = launch_kv(k, v if quantizes_v else None, visible, recipe, run, *how)
+    else:
+        prepared = _in_passes(k, v, visible, recipe, run, perm)
+    return prepared if means is None else launch_tail(prepared, means, recipe, run)
+
+
+def _in_passes(k, v, visible, recipe: Recipe, run: Callable, perm) -> Prepared:
+    quantizes_v, saturate = recipe.of_pv.dtype is not None, visible is not None
     if recipe.of_pv.block_scaled:
         (k_mean, k_amax), (v_mean, v_amax) = (launch_smooth([x], visible, 1, run) for x in (k, v))
         k_codes, k_blocks, k_scale = launch_nvfp4(k, k_mean, k_amax, False, saturate, run)

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.formats import E4M3_MAX, K_BLOCK, PAD_N, Prepared, pad_head_dim, pad_rows
+from sage_inductor.ops.constants import FP8_MAX
+from sage_inductor.ops.formats import K_BLOCK, PAD_N, Prepared, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled, visible_argument
 from sage_inductor.ops.layout import ordered
 from sage_inductor.ops.quantize.codes import store_means
@@ -25,8 +26,6 @@ from sage_inductor.ops.quantize.one_pass import Means
 from sage_inductor.ops.quantize.values import _load_v, _store_v
 from sage_inductor.ops.recipe import Recipe
 from sage_inductor.ops.reference.quantize import of_16_bits
-
-_FP8_MAX = tl.constexpr(E4M3_MAX)
 
 
 @triton.jit
@@ -78,7 +77,7 @@ def _quantize_tail_kernel(
         x, _, _ = _load_v(
             V + head * T * BLOCK_DV, None, BLOCK_DV, 1, block, T2, channels, K_BLOCK, BLOCK_DV
         )
-        amax = tl.load(V_scale + of_head, mask=d < channels, other=1.0) * _FP8_MAX
+        amax = tl.load(V_scale + of_head, mask=d < channels, other=1.0) * FP8_MAX
         x = x - tl.load(V_mean + of_head, mask=d < channels, other=0.0)[None, :]
         _store_v(x, amax, V_fp8, head, block, blocks * K_BLOCK, False, K_BLOCK, BLOCK_DV)
 

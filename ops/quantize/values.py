@@ -18,23 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.compat import gdc_wait
-from sage_inductor.ops.formats import (
-    E4M3_MAX,
-    OF_HIDDEN,
-    PAD_N,
-    TINY,
-    Format,
-    pad_head_dim,
-    pad_rows,
-)
+from sage_inductor.ops.constants import FP8_MAX, OF_HIDDEN, TINY
+from sage_inductor.ops.formats import PAD_N, Format, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.layout import is_token, span_of, token_of
 from sage_inductor.ops.quantize.codes import abs_bits, saturate, store_means
 from sage_inductor.ops.recipe import Recipe
-
-_FP8_MAX = tl.constexpr(E4M3_MAX)
-_TINY = tl.constexpr(TINY)
-_OF_HIDDEN = tl.constexpr(OF_HIDDEN)
 
 
 @triton.jit
@@ -63,7 +52,7 @@ def _store_v(
     """x [BLOCK_N, BLOCK_D], as _load_v gives it, by amax [BLOCK_D] -> V_fp8, transposed."""
     if SATURATE:
         x = saturate(x, amax[None, :])
-    x = x * tl.div_rn(tl.full([BLOCK_D], _FP8_MAX, tl.float32), amax)[None, :]
+    x = x * tl.div_rn(tl.full([BLOCK_D], FP8_MAX, tl.float32), amax)[None, :]
     rows = head * BLOCK_D + tl.arange(0, BLOCK_D)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     out = V_fp8 + rows[:, None] * N_pad + columns[None, :]
@@ -93,7 +82,7 @@ def quantize_v_block(
         counts = tl.load(visible + n, mask=2 * n < N2, other=0) != 0
         store_means(x, counts, Mean, Count, head, block, T, T_pad, TAIL, BLOCK_D)
     amax = tl.load(V_amax + of_head * channels + d, mask=d < channels, other=1.0)
-    amax = tl.where(amax < _TINY, _TINY, amax)
+    amax = tl.where(amax < TINY, TINY, amax)
     mean = tl.load(V_mean + of_head * channels + d, mask=d < channels, other=0.0)
     x = x - mean[None, :]
     if CHECK:
@@ -103,7 +92,7 @@ def quantize_v_block(
         tl.store(Beyond + of_head, 1, mask=beyond != 0)
     _store_v(x, amax, V_fp8, head, block, blocks * BLOCK_N, SATURATE, BLOCK_N, BLOCK_D)
     if block == first:
-        tl.store(V_scale + of_head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+        tl.store(V_scale + of_head * channels + d, amax * (1.0 / FP8_MAX), mask=d < channels)
 
 
 @triton.jit
@@ -142,9 +131,9 @@ def quantize_v_again_kernel(
             if MASK:
                 mask = mask & (tl.load(visible + n, mask=2 * n < N2, other=0) != 0)[:, None]
             bits = tl.maximum(bits, tl.max(tl.where(mask, abs_bits(x - mean[None, :]), 0), 0))
-        amax = bits.to(tl.float32, bitcast=True) * (_OF_HIDDEN if MASK else 1.0)
-        amax = tl.where(amax < _TINY, _TINY, amax)
-        tl.store(V_scale + of_head * channels + d, amax * (1.0 / _FP8_MAX), mask=d < channels)
+        amax = bits.to(tl.float32, bitcast=True) * (OF_HIDDEN if MASK else 1.0)
+        amax = tl.where(amax < TINY, TINY, amax)
+        tl.store(V_scale + of_head * channels + d, amax * (1.0 / FP8_MAX), mask=d < channels)
         for i in tl.range(first, end, num_stages=1):
             x, _, _ = _load_v(v, Perm, stride_n, stride_d, i, N2, channels, BLOCK_N, BLOCK_D)
             _store_v(x - mean[None, :], amax, V_fp8, head, i, N_pad, MASK, BLOCK_N, BLOCK_D)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, OF_HALF, TINY, Prepared
+from sage_inductor.ops.formats import E4M3_MAX, LOG2E, OF_HALF, TINY
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention, flatness
@@ -51,19 +51,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> t
 
 def attend(q: Tensor, v: Tensor, kept: Kept, scale: float) -> tuple[Tensor, Tensor]:
     """out [B, H_q, N_q, D] and stats of q's and k's codes."""
-    prepared, n_kv = Prepared(kept.k, kept.k_scale[..., None], None), v.shape[2]
+    k, k_scale, n_kv = kept.k, kept.k_scale[..., None], v.shape[2]
     visibility, of_v = Visibility(), v
     if kept.is_causal:  # each key twice, of which a query sees one or none
         N_pad = kept.k.shape[2]
         near = _is_near(q.shape[2], N_pad, q.device)
         seen = torch.ones_like(near).tril()
         mask = torch.cat((seen & ~near, seen & near), 1)
-        scales = torch.cat((_of_rows(kept.k_scale, kept.k), kept.k_own_scale), 2)
-        scales = scales.unflatten(2, (-1, formats.K_BLOCK))
-        prepared = Prepared(torch.cat((kept.k, kept.k_own), 2), scales, None)
+        scales = torch.cat((_of_rows(kept.k_scale, k), kept.k_own_scale), 2)
+        k, k_scale = torch.cat((k, kept.k_own), 2), scales.unflatten(2, (-1, formats.K_BLOCK))
         visibility, n_kv = Visibility.of(mask, FULL, 2 * N_pad, 64), 2 * N_pad
         of_v = pad(v, channels=False).repeat(1, 1, 2, 1)
-    a = AttentionCall.of(q, prepared, of_v, visibility, scale, n_kv, ROWSCALED_FORWARD)
+    recipe = ROWSCALED_FORWARD.encode()
+    a = AttentionCall(q, k, k_scale, of_v, scale, n_kv, recipe, False, *visibility[:2])
     out, lse = attention(a)
     x = _exponents(kept, kept.q_scale * (a.scale_of_codes * LOG2E), _is_near)
     return out.contiguous(), torch.stack((lse, x[:, :, : q.shape[2], : v.shape[2]].amax(3)))

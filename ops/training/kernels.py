@@ -32,7 +32,8 @@ from torch import Tensor
 
 from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.attention.visible_tiles import heads_of
-from sage_inductor.ops.formats import LOG2E, PAD_N, pad_head_dim, pad_rows
+from sage_inductor.ops.constants import INT8_MAX, LOG2E
+from sage_inductor.ops.formats import PAD_N, pad_head_dim, pad_rows
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.gpus import Gpu, capability
 from sage_inductor.ops.launch import doubled
@@ -42,8 +43,6 @@ from sage_inductor.ops.quantize.rotate import in_16_bits, rotate
 # A program's. With 64 rows and 4 warps dQ and dK take 1.4 times as long (H200, 2026-11-23).
 ROWS, NUM_WARPS = 128, 8
 _BLOCK = tl.constexpr(BLOCK)
-_LOG2E = tl.constexpr(LOG2E)
-_MAX = tl.constexpr(127.0)
 
 
 def num_stages(device: torch.device | Gpu) -> int:
@@ -61,8 +60,8 @@ def _to_codes(x, SHARED: tl.constexpr):
     if SHARED > 1:
         amax = tl.max(amax.reshape([M // SHARED, SHARED]), 1, keep_dims=True)
         amax = amax.broadcast_to([M // SHARED, SHARED]).reshape([M])
-    inverse, scale = scale_of(amax, _MAX)
-    return to_8bit(x, inverse[:, None], _MAX), scale
+    inverse, scale = scale_of(amax, INT8_MAX)
+    return to_8bit(x, inverse[:, None], INT8_MAX), scale
 
 
 @triton.jit
@@ -187,7 +186,7 @@ def _forward_kernel(
     for part in tl.static_range(2):
         for j in tl.range(whole if part else 0, end if part else whole, num_stages=NUM_STAGES):
             k = tl.load(k_ptrs + tl.cast(j, tl.int64) * (_BLOCK * BLOCK_D))
-            scale = q_scale * tl.load(K_scale + j) * (SCALE * _LOG2E)
+            scale = q_scale * tl.load(K_scale + j) * (SCALE * LOG2E)
             keys = (n + j * _BLOCK)[None, :]
             s = _scores(q, k, scale[:, None], rows[:, None], keys, N_kv, IS_CAUSAL, part == 1)
             t = tl.max(s, 1)
@@ -199,8 +198,8 @@ def _forward_kernel(
             alpha, beta = tl.exp2(m - m_new), tl.exp2(t - m_new)
             l = l * alpha + tl.sum(p, 1) * beta
             v = tl.load(v_ptrs + j * _BLOCK)
-            beta = beta * (tl.load(V_scale + j) * (1.0 / _MAX))
-            product = tl.dot(to_8bit(p, tl.full([1, 1], _MAX, tl.float32), _MAX), v.T)
+            beta = beta * (tl.load(V_scale + j) * (1.0 / INT8_MAX))
+            product = tl.dot(to_8bit(p, tl.full([1, 1], INT8_MAX, tl.float32), INT8_MAX), v.T)
             acc = acc * alpha[:, None] + product.to(tl.float32) * beta[:, None]
             m = m_new
     out = Out + b * stride_ob + h * stride_oh + rows.to(tl.int64)[:, None] * stride_on + d[None, :]
@@ -253,7 +252,7 @@ def _dq_kernel(
             k = tl.load(k_ptrs + tl.cast(j, tl.int64) * (_BLOCK * BLOCK_D))
             k_scale = tl.load(K_scale + j)
             keys = n + j * _BLOCK
-            scale = (q_scale * k_scale * (SCALE * _LOG2E))[:, None]
+            scale = (q_scale * k_scale * (SCALE * LOG2E))[:, None]
             s = _scores(q, k, scale, rows[:, None], keys[None, :], N_kv, IS_CAUSAL, part == 1)
             p = tl.exp2(s - lse[:, None])
             there = (d < D)[None, :]
@@ -313,7 +312,7 @@ def _over_rows_kernel(
         rows = r + i * _BLOCK
         block = head * (M_pad // _BLOCK) + i
         q = tl.load(Q + (head * M_pad + rows)[:, None] * BLOCK_D + d[None, :])
-        scale = (tl.load(Q_scale + block) * k_scale * (SCALE * _LOG2E))[:, None]
+        scale = (tl.load(Q_scale + block) * k_scale * (SCALE * LOG2E))[:, None]
         s = _scores(k, q, scale, rows[None, :], keys[:, None], N_kv, IS_CAUSAL, True)
         # A row that is not there has p = 0.
         lse = tl.load(Lse + head * N_q + rows, mask=rows < N_q, other=float("inf"))

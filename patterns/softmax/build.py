@@ -82,6 +82,7 @@ class _Attention:
     def _follow(self, steps: list[Step]) -> tuple[dict[Node, str | None], str]:
         """(letters, the order in which views hold the scores); "" where there are several."""
         letters, before, base = {}, self.scores.out, None
+        given = value_of(steps[0].node).shape
         for i, step in enumerate(steps):
             shape = value_of(step.node).shape
             if step.order:
@@ -91,15 +92,11 @@ class _Attention:
                     base = base or before
                     before = None if before in (None, base) else ""
             letters[step.node] = before
-            if before is None and self._is_whole(shape, base):
-                letters[step.node] = before = base
+            if before is None:
+                sizes = [given[self.scores.out.index(c)] for c in base]
+                if equal(shape[:-1], sizes[:-1]) and _is_row(shape[-1], sizes):
+                    letters[step.node] = before = base
         return letters, base or self.scores.out
-
-    def _is_whole(self, shape, base: str) -> bool:
-        """Whether these are the sizes of the product, or with a sink's column."""
-        given = value_of(self.above[0].node).shape
-        sizes = [given[self.scores.out.index(c)] for c in base]
-        return equal(shape[:-1], sizes[:-1]) and _is_row(shape[-1], sizes)
 
     def _heads(self, nodes: list[Node]) -> list | None:
         for node in nodes:
@@ -230,8 +227,6 @@ class _Attention:
         node = self.above[0].node
         while (node := node.next) is not self.node:
             if graph.may_write(node) and node not in self.chain and op_name(node) != "detach_":
-                if graph.is_known(node):
-                    yield reasons.WRITES(node.name)
                 yield reasons.MAY_WRITE(node.name)
             if op_name(node) in MODES:
                 yield reasons.MODE(node.name)

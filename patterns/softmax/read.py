@@ -544,7 +544,10 @@ def _number(x) -> float | None:
     if name in ("full", "full_like", "new_full"):
         number = _number(arguments(x, "size", "fill_value")[1])
     elif name in MADE_OF_DATA or name in SAME or name in NUMPY_CASTS:
-        number = _number(_only(arguments(x, ("data", "s"))[0]))
+        (data,) = arguments(x, ("data", "s"))
+        while isinstance(data, (list, tuple)) and len(data) == 1:
+            (data,) = data
+        number = _number(data)
     elif name in OF_NUMBERS:
         number = _calculated(name, x)
     else:
@@ -560,13 +563,6 @@ NUMPY_CASTS = ("float16", "float32", "float64", "asarray", "array", "astype")
 OF_NUMBERS = {x: getattr(torch, x) for x in (
     "sqrt", "rsqrt", "pow", "reciprocal", "square", "neg", "mul", "div", "add", "sub", "exp", "log",
 )}  # fmt: skip
-
-
-def _only(data):
-    """x of [x]."""
-    while isinstance(data, (list, tuple)) and len(data) == 1:
-        (data,) = data
-    return data
 
 
 def _calculated(name: str, x: Node) -> float | None:

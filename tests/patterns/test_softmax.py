@@ -749,7 +749,7 @@ REFUSED = {
     "scores returned": (scores_returned, "the scores `s` are also used by `mean`"),
     "scores written beside": (scores_written_beside, "the scores `s` are also used by `view`"),
     "scores used before a write": (scores_before_a_write_are_used, "the scores `s` are also used by `twice`"),
-    "keys written between": (keys_written_between, "`mul_` writes in place between the products"),
+    "keys written between": (keys_written_between, "`mul_` may write to what it is given, and is between"),
     "a function of autograd between": (function_between, "`autograd_function_apply` may write to what"),
     "a checkpoint between": (checkpoint_between, "may write to what it is given, and is between"),
     "dropout": (scored(after=lambda p: F.dropout(p, 0.1)), "dropout is active"),

@@ -25,12 +25,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sage_inductor.ops.attention.hopper.ring import context
 from sage_inductor.ops.compat import gdc_launch_dependents, gluon_barrier
+from sage_inductor.ops.constants import LOG2E, TINY
 from sage_inductor.ops.decode_call import P_BITS, UP
-from sage_inductor.ops.formats import LOG2E, TINY
 from sage_inductor.ops.quantize.rotate import odd_of_rotation
 
-_LOG2E, _TINY, _UP = gl.constexpr(LOG2E), gl.constexpr(TINY), gl.constexpr(UP)
-_P_BITS = gl.constexpr(P_BITS)
+_UP, _P_BITS = gl.constexpr(UP), gl.constexpr(P_BITS)
 
 
 @gluon.constexpr_function
@@ -186,11 +185,11 @@ def decode_codes_kernel(
     q0, q1, q2, q3 = (
         _operand(x0, up, Q_L), _operand(x1, up, Q_L), _operand(x2, up, Q_L), _operand(x3, up, Q_L)
     )  # fmt: skip
-    down = gl.expand_dims(SCALE * _LOG2E / gl.convert_layout(up, ROWS), 1)
+    down = gl.expand_dims(SCALE * LOG2E / gl.convert_layout(up, ROWS), 1)
 
     m = gl.full([WAYS, R], -float("inf"), gl.float32, ROWS)
     l = gl.zeros([WAYS, R], gl.float32, ROWS)
-    c = gl.full([WAYS], _TINY, gl.float32, gl.SliceLayout(1, KEYS))
+    c = gl.full([WAYS], TINY, gl.float32, gl.SliceLayout(1, KEYS))
     o0 = gl.zeros([WAYS, W_V, R], gl.float32, L)
     o1, o2, o3 = o0, o0, o0
 

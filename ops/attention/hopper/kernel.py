@@ -47,7 +47,6 @@ installed Triton is none of compat.GLUON, because Gluon is experimental.
 
 # ruff: noqa: F841  (what `context` reads)
 import collections
-import math
 
 import triton
 import triton.language as tl
@@ -72,15 +71,10 @@ from sage_inductor.ops.attention.hopper.tile_lists import (
 from sage_inductor.ops.attention.large_scores import flatness
 from sage_inductor.ops.attention.visible_tiles import CODED, EDGE, FULL, TAIL
 from sage_inductor.ops.compat import gluon_barrier, reinterpret, tma_load
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, QK, TINY
+from sage_inductor.ops.constants import INT8_MAX, LN2, LOG2_FP8_MAX, LOG2E, TINY
 from sage_inductor.ops.layout import is_token, token_of
 from sage_inductor.ops.quantize.rotate import butterflies, odd_of
 
-_INT8_MAX = gl.constexpr(QK["int8"].largest)
-_TINY = gl.constexpr(TINY)
-_LOG2E = gl.constexpr(LOG2E)
-_LN2 = gl.constexpr(1 / LOG2E)
-_LOG2_FP8_MAX = gl.constexpr(math.log2(E4M3_MAX))
 _ROUND = gl.constexpr(12582912.0)  # 1.5 * 2^23
 _LEAST = gl.constexpr(2.0**-46)  # of a scale: what it makes of codes is 0 beside 1
 
@@ -262,8 +256,8 @@ def _quantize_q(q, q_smem, ctx):
     SCALE: gl.constexpr = ctx.SCALE
     x = _rotate(q, ctx.BLOCK_D) if ctx.ROTATED else q.to(gl.float32)
     amax = gl.reduce(gl.abs(x), 1, _max_or_nan)
-    amax = gl.where(amax < _TINY, _TINY, amax)
-    inverse = gl.div_rn(gl.full_like(amax, _INT8_MAX), amax)
+    amax = gl.where(amax < TINY, TINY, amax)
+    inverse = gl.div_rn(gl.full_like(amax, INT8_MAX), amax)
     # The sign of SCALE goes into q: the row maximum is taken before scaling.
     inverse = inverse if SCALE >= 0 else -inverse
     factor = gl.expand_dims(inverse, 1) + gl.zeros_like(x)
@@ -273,7 +267,7 @@ def _quantize_q(q, q_smem, ctx):
     q_smem.store(rounded.to(gl.int32, bitcast=True).to(gl.int8))
     fence_async_shared()
     gluon_barrier()
-    scale = amax * (1.0 / _INT8_MAX) * ((SCALE if SCALE >= 0 else -SCALE) * _LOG2E)
+    scale = amax * (1.0 / INT8_MAX) * ((SCALE if SCALE >= 0 else -SCALE) * LOG2E)
     return gl.where(amax < float("inf"), scale, float("nan"))
 
 
@@ -473,7 +467,7 @@ def _softmax(x, c, highest, m, l, PART: gl.constexpr, FP8: gl.constexpr):
     already, the scores' maxima of a thread [64, blocks, 4], m [64], l [64, 4], a sum a thread -> p,
     m, l, alpha."""
     SCALED: gl.constexpr = PART == EDGE or PART == TAIL
-    OFFSET: gl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
+    OFFSET: gl.constexpr = LOG2_FP8_MAX if FP8 else 0.0
     highest = gl.max(gl.max(highest, axis=1), axis=1)
     m_new = gl.maximum(m, gl.convert_layout(highest, m.type.layout, assert_trivial=True))
     shift = m_new
@@ -581,7 +575,7 @@ def _attend(
         highest = _row_maximum(x)
     else:  # scaled in the exponential, by an fma
         if PART == CODED:
-            if _least(code, ctx) < 3:
+            if (gl.minimum(code[0], code[1]) if ctx.READS > 1 else code[0]) < 3:
                 x = _hide_each(x, block, code, rows, ctx)
             highest = _row_maximum(x)  # where s stays, up to 100 registers are spilled
         else:
@@ -608,11 +602,6 @@ def _attend(
     for n in gl.static_range(ctx.BLOCK_DV // ctx.CHUNK):
         sums = sums + (_add_pv(p, v, n, o[n], alpha, ctx),)
     return m, l, sums
-
-
-@gluon.jit
-def _least(codes, ctx):
-    return gl.minimum(codes[0], codes[1]) if ctx.READS > 1 else codes[0]
 
 
 @gluon.jit
@@ -664,12 +653,6 @@ def _attend_blocks(
 
 
 @gluon.jit
-def _steps(count, ctx):
-    """By READS blocks each."""
-    return (count + ctx.READS - 1) // ctx.READS
-
-
-@gluon.jit
 def _store(chunks, m, total, row0, tile, ctx):
     """chunks of o, each [64, CHUNK], m, total [64] -> Out, Lse."""
     O: gl.constexpr = chunks[0].type.layout
@@ -702,9 +685,9 @@ def _store(chunks, m, total, row0, tile, ctx):
         here = is_token(ctx.Perm, token, rows, ctx.N_q)
         keep = gl.expand_dims(here, 1) & gl.expand_dims(dv < ctx.D_V, 0)
         gl.store(out + gl.expand_dims(dv, 0), o, mask=keep)
-    OFFSET: gl.constexpr = _LOG2_FP8_MAX if ctx.FP8 else 0.0
+    OFFSET: gl.constexpr = LOG2_FP8_MAX if ctx.FP8 else 0.0
     total = gl.convert_layout(total, m.type.layout, assert_trivial=True)
-    lse = (m - OFFSET + gl.log2(total)) * _LN2
+    lse = (m - OFFSET + gl.log2(total)) * LN2
     rows = row0 + gl.arange(0, 64, layout=m.type.layout)
     head = tile.b * ctx.H_q + tile.h
     token = rows
@@ -739,8 +722,7 @@ def _place_of(t, ctx):
     h_kv = h // (ctx.H_q // ctx.H_kv)
     if ctx.LISTED:
         m = gl.load(lists_of(b, h, ctx) + m.to(gl.int64) * ctx.stride_lm + 2)
-    row = m * ctx.BLOCK_M
-    return b, h, h_kv, row
+    return b, h, h_kv, m * ctx.BLOCK_M
 
 
 @gluon.jit
@@ -813,18 +795,14 @@ def _consumer(wg: gl.constexpr, ctx):
         t, begin, end = _work_item(0, count, first, last, blocks, ctx)
         items = count + pieces
     b, h, h_kv, row, q, walked = _begin_tile(t, wg, ctx)
-    if ctx.BOUNDED:
-        first_block, read_whole, read_all = walked
+    first_block, read_whole, read_all = walked
     taken = 0  # turns at the tensor cores so far: one a block, one a tile
     fetched = 0  # blocks of k and v so far
     for item in range(items):
-        tile = Tile(b, h, h_kv, row, 0, 0, 0, 0)
-        if ctx.BOUNDED:
-            if ctx.TAIL_BLOCK:  # arrives during the blocks before
-                of_tail, unnamed = tail_of(first_block, wg, ctx)
-            else:
-                of_tail = 0
-            tile = Tile(b, h, h_kv, row, first_block, read_whole, read_all, of_tail)
+        of_tail = 0
+        if ctx.TAIL_BLOCK:  # arrives during the blocks before
+            of_tail, unnamed = tail_of(first_block, wg, ctx)
+        tile = Tile(b, h, h_kv, row, first_block, read_whole, read_all, of_tail)
         row0 = row + wg * 64
         head_kv = b * ctx.H_kv + h_kv
         entry = (0,)
@@ -841,7 +819,7 @@ def _consumer(wg: gl.constexpr, ctx):
             begin = 0
             if ctx.MASK:
                 words = ctx.Words + b.to(gl.int64) * ctx.stride_wb + h.to(gl.int64) * ctx.stride_wh
-            whole, mine = read_whole // ctx.READS, _steps(read_all, ctx)
+            whole, mine = read_whole // ctx.READS, (read_all + ctx.READS - 1) // ctx.READS
             end = mine
         else:
             if not ctx.SPLIT:
@@ -912,7 +890,7 @@ def _producer(ctx):
         first_block, whole, read_all = 0, 0, 0
         if ctx.BOUNDED:
             first_block, whole, read_all = walk(b, h, row, ctx)
-            begin, end = 0, _steps(read_all, ctx)
+            begin, end = 0, (read_all + ctx.READS - 1) // ctx.READS
         elif not ctx.SPLIT:
             end = _num_blocks(row + ctx.BLOCK_M, ctx.N_kv, ctx)
         tile, head_kv = Tile(b, h, h_kv, row, first_block, whole, read_all, 0), b * ctx.H_kv + h_kv
@@ -1056,8 +1034,8 @@ def _combine_kernel(
     out = Out + ((b.to(tl.int64) * stride_ob + h.to(tl.int64) * stride_oh) >> 1)
     out = out + ((rows.to(tl.int64) * stride_on) >> 1)[:, None] + dv[None, :]
     tl.store(out, o.to(Out.dtype.element_ty), mask=(rows < N_q)[:, None] & (dv < D_V)[None, :])
-    offset: tl.constexpr = _LOG2_FP8_MAX if FP8 else 0.0
-    lse = (m - offset + tl.log2(l)) * _LN2
+    offset: tl.constexpr = LOG2_FP8_MAX if FP8 else 0.0
+    lse = (m - offset + tl.log2(l)) * LN2
     tl.store(Lse + head.to(tl.int64) * N_q + rows, lse, mask=rows < N_q)
     if KEEPS_MAX:
         tl.store(Lse + (heads + head).to(tl.int64) * N_q + rows, m, mask=rows < N_q)

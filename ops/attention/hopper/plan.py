@@ -170,7 +170,8 @@ def _plan(
     B, H_q, N_q, D = q_shape
     H_kv, N_pad, BLOCK_D = k_shape[1:]
     fp8, BLOCK_DV = v_dtype == torch.float8_e4m3fn, pad_head_dim(D_v)
-    of_list = _keys_of_an_entry(tile, of_lists) if of_mask or of_lists else 0
+    # Keys of a block in List: the most that divide a step and the caller's blocks; 0: no List.
+    of_list = math.gcd(tile.BLOCK_N, of_lists[1][-2]) if of_lists else tile.BLOCK_N * bool(of_mask)
     heads, keys, tail = B * H_kv, of_list or tile.BLOCK_N, ()
 
     def of_k(rows) -> GluonDescriptor:
@@ -245,11 +246,6 @@ def _heads_of_a_group(heads, of_one_kv, kv_bytes, most) -> int:
         fit = torch.sym_min(fit, most)
     groups = triton.cdiv(heads, torch.sym_max(1, fit))
     return triton.cdiv(heads, torch.sym_max(1, groups + groups % 2))
-
-
-def _keys_of_an_entry(tile: Tile, of_lists) -> int:
-    """The keys of a block in List: the most that divide a step and the caller's blocks."""
-    return math.gcd(tile.BLOCK_N, of_lists[1][-2]) if of_lists else tile.BLOCK_N
 
 
 def _mask(shape, strides, N_q, n_kv, keys) -> _Mask:

@@ -14,7 +14,6 @@ from sage_inductor.ops.attention.hopper.plan import REGISTERS
 from sage_inductor.ops.attention.select import hopper_tile
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import GluonDescriptor
-from sage_inductor.ops.formats import Prepared
 from sage_inductor.ops.launch import HAS_PDL, doubled, pdl_option
 from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.smooth import launch_estimate
@@ -22,7 +21,6 @@ from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.training.hopper.backward_kernels import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
 from sage_inductor.ops.training.kernels import empty_codes, launch_quantize
-from sage_inductor.ops.visibility import CAUSAL, FULL, Visibility
 
 STAGES, FLUSH = 3, 8  # of loads; blocks of 64 whose sums the tensor cores add up
 UNROLL, FLUSH_DK = 2, 32
@@ -58,20 +56,15 @@ def launch_forward(
     """q [B, H_q, N_q, D] and v [B, H_kv, N_kv, D] in 16 bits, any strides, and k's codes and scales
     (Kept's) -> out [B, H_q, N_q, D] and Kept.stats. On a Gpu, which need not be here, nothing can
     be copied: NotImplementedError is raised where q or v must be."""
-    prepared, n_kv = Prepared(k, k_scale[..., None], None), v.shape[2]
-    visibility = Visibility(band=CAUSAL if is_causal else FULL)
-
-    def call(q: Tensor, v: Tensor) -> AttentionCall:
-        return AttentionCall.of(
-            q, prepared, v, visibility, scale, n_kv, ROWSCALED_FORWARD, out_bnhd
-        )
-
-    a = call(q, v)
+    a = AttentionCall(
+        q, k, k_scale[..., None], v, scale, v.shape[2], ROWSCALED_FORWARD.encode(), out_bnhd,
+        right=0 if is_causal else None,
+    )  # fmt: skip
     if not plan.reads(a):  # q's channels are apart, or v's rows are none that TMA reads
         if isinstance(device, gpus.Gpu):
             raise NotImplementedError("q or v is copied")
         v_padded = F.pad(v, (0, -v.shape[3] % 8)).contiguous()  # of no padding v's strides
-        a = call(q.contiguous(), v_padded[..., : v.shape[3]])
+        a = a._replace(q=q.contiguous(), v=v_padded[..., : v.shape[3]])
     tile = hopper_tile(a, device)
     if tile is None:
         major, minor = gpus.capability(device)

@@ -39,7 +39,6 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim; M_pad, N
 formats.py's pad_rows of N_q and N_kv and pad_head_dim of D.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -48,7 +47,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_inductor.ops.attention.large_scores import flatness
-from sage_inductor.ops.formats import E4M3_MAX, LOG2E, NO_QUERY, OF_HALF, TINY, rotation_scale
+from sage_inductor.ops.constants import FP8_MAX, LOG2_FP8_MAX, LOG2E, TINY
+from sage_inductor.ops.formats import E4M3_MAX, NO_QUERY, OF_HALF, rotation_scale
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.operands import Kept, Operands
@@ -61,13 +61,9 @@ BOUNDS_ROWS = 1024
 # (1, 32, 8192, 128), 8 and 16 take 43 and 48 at (1, 24, 4608, 128) (H200, 2026-11-28).
 TURNS = 8
 _BLOCK = tl.constexpr(BLOCK)
-_FP8_MAX = tl.constexpr(E4M3_MAX)
-_LOG2_FP8_MAX = tl.constexpr(math.log2(E4M3_MAX))
-_LOG2E = tl.constexpr(LOG2E)
 _TO_FP8 = tl.constexpr(E4M3_MAX / 127)  # the largest INT8 code becomes the largest E4M3 number
 _OF_FP8 = tl.constexpr(127 / E4M3_MAX)
 _OF_HALF = tl.constexpr(OF_HALF)
-_TINY = tl.constexpr(TINY)
 _NO_QUERY = tl.constexpr(NO_QUERY)
 # A block of rows has: the largest w a, w a qs, u and u n.
 MAXIMA = 4
@@ -140,13 +136,13 @@ def _rows_kernel(
         stats = Stats + head * N_q + n
         lse = tl.load(stats, mask=there, other=float("inf"))
         m = tl.load(stats + tl.cast(N_q, tl.int64) * heads, mask=there, other=0.0)
-        wa = tl.exp2(m - lse * _LOG2E) * a
+        wa = tl.exp2(m - lse * LOG2E) * a
         q_scale = tl.load(Q_scale + here)
         plane = M_pad.to(tl.int64) * heads
         flat = flatness(m)
-        of_codes = q_scale * (SCALE_OF_CODES * _LOG2E) * flat
+        of_codes = q_scale * (SCALE_OF_CODES * LOG2E) * flat
         tl.store(Vectors + here, tl.where(there, of_codes, 0.0))
-        tl.store(Vectors + plane + here, tl.where(there, m * flat - _LOG2_FP8_MAX, _NO_QUERY))
+        tl.store(Vectors + plane + here, tl.where(there, m * flat - LOG2_FP8_MAX, _NO_QUERY))
         tl.store(Delta + here, tl.sum(grad * out, 1))
         tl.store(Wa + here, wa)
         un = u * tl.sqrt(tl.sum(out * out, 1))
@@ -164,7 +160,7 @@ def _rows_kernel(
 
 @triton.jit
 def _at_least_tiny(x):
-    return tl.where(x < _TINY, _TINY, x)
+    return tl.where(x < TINY, TINY, x)
 
 
 @triton.jit
@@ -263,7 +259,7 @@ def _bounds_kernel(
             beta = tl.maximum(beta, u * v + un, tl.PropagateNan.ALL)
             of_row = _at_least_tiny(u * vk + un * k)
             tl.store(M + here, m + tl.log2(of_row), mask=there)
-            scale = of_row * (_OF_HALF * SCALE / _FP8_MAX * _OF_FP8)
+            scale = of_row * (_OF_HALF * SCALE / FP8_MAX * _OF_FP8)
             tl.store(Row_scale + here, wa_of_row * scale, mask=there)
         tl.store(beta_of_turn, _at_least_tiny(_largest(beta)))
 
@@ -341,7 +337,7 @@ def _turn_kernel(
                 _store_turned(K_own, row0, turned, factor, Kt_own, head, first, N, BLOCK_D)
                 tl.store(V_of_dq + here, v_scale * tl.load(K_scale + here // _BLOCK))
         if turn0 == 0:
-            c = _OF_FP8 / _FP8_MAX
+            c = _OF_FP8 / FP8_MAX
             tl.store(Qt_scale + head_kv, largest_waq * ((c * SCALE) * beta))
             tl.store(Ot_scale + head_kv, largest_wa * c)
     else:
@@ -358,7 +354,7 @@ def _turn_kernel(
             factor = wa * tl.load(Q_scale + here) * (_TO_FP8 / BLOCK_D / largest_waq)
             _store_turned(Q, row0, turned, factor, Qt, head_kv, column, rows, BLOCK_D)
             if not CAUSAL:
-                scale = beta * (_OF_HALF * SCALE / _FP8_MAX) * (largest_k * _OF_FP8)
+                scale = beta * (_OF_HALF * SCALE / FP8_MAX) * (largest_k * _OF_FP8)
                 tl.store(Row_scale + here, wa * scale)
             plane = M_pad.to(tl.int64) * heads
             tl.store(Vectors + 2 * plane + here, tl.load(Delta + here) / beta)
