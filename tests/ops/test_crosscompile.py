@@ -389,8 +389,7 @@ def test_short_lists_of_blocks_are_the_portable_kernels():
 )  # fmt: skip
 def test_all_kernels_of_a_call_with_a_tail_compile(architecture, recipe, tail_block):
     """As a call by the same lists without one: at most 128 bytes are spilled, by attention alone; in
-    one pass with blocks of 32, 40 are (Triton 3.6: 104, and 8 where lists are made), so that as
-    many programs share an SM as without."""
+    one pass with blocks of 32 some are, so that as many programs share an SM as without."""
     found = noted.launches(
         noted.sdpa, architecture, recipe, size=(128, 64), mask="keys", tail_block=tail_block
     )
@@ -408,10 +407,8 @@ def test_all_kernels_of_a_call_with_a_tail_compile(architecture, recipe, tail_bl
             )
         elif name != "_hopper_kernel":
             is_old = TRITON <= (3, 6)
-            spills = {
-                "_quantize_kv_kernel": 104 if is_old else 40,
-                "_list_tiles_kernel": 8 * is_old,
-            }
+            in_one_pass = {(10, 0): (80, 128), (12, 0): (64, 104)}.get(architecture, (40, 96))
+            spills = {"_quantize_kv_kernel": in_one_pass[is_old], "_list_tiles_kernel": 8 * is_old}
             assert stack_bytes(compiled.asm["cubin"]) <= spills.get(name, 0), name
 
 
