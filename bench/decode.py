@@ -27,6 +27,7 @@ queries.
 import concurrent.futures
 import dataclasses
 import gc
+import inspect
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -39,6 +40,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import cache_utils
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import sage_inductor
 from bench import harness, trained
@@ -58,6 +60,10 @@ from sage_inductor.ops.quantize.cache import append_kv, read_kv
 from sage_inductor.ops.reference import decode as reference
 from sage_inductor.patterns.call import Site
 
+# The name of a layer's argument, from transformers 5.24 on "cache".
+CACHE = next(x for x in inspect.signature(LlamaDecoderLayer.forward).parameters if x in (
+    "cache", "past_key_values",
+))  # fmt: skip
 FP8 = getattr(cache_utils, "Fp8QuantizedLayer", None)  # not in older versions
 DECODERS = ["1x8192", "16x8192", "1x32768", "16x32768", "1x131072"]  # B x N
 LAYERS, REGION = 32, 4  # of a decoder, and of what is compiled once for it
@@ -275,13 +281,14 @@ class Region(torch.nn.Module):
         for i, layer in enumerate(layers):
             layer.self_attn.layer_idx = i
 
-    def forward(self, x: Tensor, past_key_values, **given) -> Tensor:
+    def forward(self, x: Tensor, **given) -> Tensor:
+        del given[CACHE]  # as long as that of all layers
         return self.run(self.layers, self.cache, x, given)
 
 
 def in_turn(layers, cache, x: Tensor, given: dict) -> Tensor:
     for layer in layers:
-        x = layer(x, past_key_values=cache, **given)
+        x = layer(x, **{CACHE: cache}, **given)
     return x
 
 
@@ -294,7 +301,7 @@ def stepping(model, cache, run: Callable, tokens: Tensor) -> Callable[[], Tensor
     def step() -> Tensor:
         if FP8 and isinstance(cache.layers[0], FP8):
             rewind(cache, 0)
-        return model(tokens, past_key_values=cache).logits
+        return model(tokens, **{CACHE: cache}).logits
 
     return step
 
@@ -372,7 +379,7 @@ def full_cache(kind: str, config, B: int, N: int, device):
     if kind == "FP8":
         cache, shape = transformers.Cache(layers=[]), (B, config.num_key_value_heads, N - ROOM)
         for _ in range(config.num_hidden_layers):
-            layer, k = FP8(), torch.randn(*shape, config.head_dim, device=device).bfloat16()
+            layer, k = FP8(), 4 * torch.randn(*shape, config.head_dim, device=device).bfloat16()
             layer.update(k, k)
             layer.first = layer._quantized_keys, layer._quantized_values, layer.cumulative_length
             cache.layers.append(layer)
