@@ -57,7 +57,7 @@ from sage_inductor.ops.sparse.selector import BLOCK_SIZE, Selection
 from sage_inductor.ops.visibility import BlockLists, Visibility
 
 D, TAIL, RECIPE = 128, 64, NAMED[lists.RECIPE]
-OTHER = " 128 x 64"  # ends the names of what computes blocks of that size beside 64 x 64
+OTHER = " 128 x 64"  # ends the names of what computes blocks of that size next to 64 x 64
 PACKAGES = (
     "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "comfy-kitchen", "fastvideo-kernel",
     "flash-attn-4",
@@ -370,8 +370,8 @@ def measure(case: Case, device, args) -> dict:
     runners, errors, found = {}, {}, {}
     for name, make in makers.items():
         first = name.split(" ")[0]
-        is_alone = first in ("cut", "rewritten")  # in no other run
-        if first in args.without or (first in OWN) < args.own or is_alone > args.own:
+        asked = first in OWN if args.own else first not in ("cut", "rewritten")
+        if first in args.without or not asked:
             continue
         try:
             runners[name] = runner = started(make(), (q, k, v))

@@ -64,7 +64,10 @@ def launch_prepare(
     return prepared if means is None else launch_tail(prepared, means, recipe, run)
 
 
-def _in_passes(k, v, visible, recipe: Recipe, run: Callable, perm) -> Prepared:
+def _in_passes(
+    k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe, run: Callable,
+    perm: Tensor | None,
+) -> Prepared:  # fmt: skip
     quantizes_v, saturate = recipe.of_pv.dtype is not None, visible is not None
     if recipe.of_pv.block_scaled:
         (k_mean, k_amax), (v_mean, v_amax) = (launch_smooth([x], visible, 1, run) for x in (k, v))

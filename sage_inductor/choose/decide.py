@@ -51,15 +51,15 @@ from sage_inductor.policy import CallDescription, ask, kept, layer_of
 # fewer blocks are listed: 10 % in what was timed. Another mask was not timed with them. H200,
 # 2026-11-23 and 11-30, torch 2.11: bench/lists.py, bench/sparse_peers.py.
 LISTS_FROM = 16384
-# The same of FastVideo's kernel for Hopper, whose sizes of blocks become a mask: it takes 1.3 to
-# 1.8 times as long from 75,648 tokens on, by 32,768 1.1 to 1.4, if no block is cut.
+# The same for FastVideo's kernel for Hopper, whose sizes of blocks become a mask. It takes 1.3 to
+# 1.8 times as long from 75,648 tokens on, and 1.1 to 1.4 with 32,768, if no block is cut.
 FASTVIDEO_FROM = 65536
 # Tokens of a packed document, on average, from which 8 bits beat FlashAttention 2's varlen kernel:
 # by 1.2 to 3.2 from here on, by 1.13 to 1.26 with 1,024 tokens, not with 512. H200, 2026-11-29,
 # torch 2.11: bench/packed.py.
 DOCUMENTS_FROM = 2048
-# The same of FlashAttention 3's, at head_dim 128 where nothing is causal: by 1.06 to 1.28 in nine
-# packings. It takes 0.99 to 1.15 of the time of causal ones, of other head_dims 0.7 to 1.01.
+# The same for FlashAttention 3's kernel, at head_dim 128 where nothing is causal. It takes 1.06 to
+# 1.28 times as long in nine packings, 1.00 to 1.15 in causal ones, 0.7 to 1.01 at other head_dims.
 DOCUMENTS_FROM_FA3 = 6144
 
 
@@ -443,8 +443,8 @@ def _by_documents(call: Call, shape: CallShape, settings: Settings, recipe: str)
     known = known and not tiles.hopper_unavailable(shape.capability)
     known = known and pad_head_dim(shape.head_dim) in (64, 128)
     least: int | None = DOCUMENTS_FROM
-    if is_other := re.search(r"(FA|attn_?)[34]", rival):
-        wins = is_other[0][-1] == "3" and shape.head_dim == 128 and shape.band.kind == "full"
+    if newer := re.search(r"(FA|attn_?)[34]", rival):
+        wins = newer[0].endswith("3") and shape.head_dim == 128 and shape.band.kind == "full"
         least = DOCUMENTS_FROM_FA3 if wins else None
     why = ""
     if not known or shape.band[:2] not in (FULL[:2], CAUSAL[:2]):

@@ -19,7 +19,7 @@ from support import relative_l1
 
 RECIPE, OTHER = "sage2-8b-rotated", "sage1-rotated"
 WRITTEN = "rows", "heads"  # to the memory of the GPUs
-SELECTED = "a tail", "cubes, segments", "sol"  # of a minute: each compiles kernels of its own
+SELECTED = "a tail", "cubes, segments", "sol"  # three of six: each compiles kernels of its own
 TIMEOUT = 15  # seconds, of a collective
 CALLS = 10  # on each of two streams
 CYCLES = 20_000_000  # of a GPU, some 10 ms: more than the host takes for a call
