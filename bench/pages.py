@@ -59,9 +59,9 @@ ACCURACY = ("accuracy", "shipped", "end-to-end")
 PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "packed", "parallel", "parallel-host", "parallel-sockets", "peers", "ring",
-    "sageattention", "sparse", "sparse-trained", "linear", "lists", "selected", "whole", "beside",
-    "decode", "decoding", "comfyui", "perplexity", "layout", "tail", "sparse-peers", "sparse-own",
-    "sparse-whole", "corrections", "cubes",
+    "sageattention", "sparse", "sparse-gains", "sparse-trained", "linear", "lists", "selected",
+    "whole", "beside", "decode", "decoding", "comfyui", "perplexity", "layout", "tail",
+    "sparse-peers", "sparse-own", "sparse-whole", "corrections", "cubes",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -388,6 +388,7 @@ TABLES = {
     "short": accuracy_in_short,
     "sockets": of("parallel-sockets", parallel.table),
     "sparse": sections(("sparse",), trained_section),
+    "sparse_gains": of("sparse-gains", sparse.gains_table),
     "sparse_peers": of("sparse-peers", sparse_peers.in_short),
     "sparse_trained": of("sparse-trained", sparse.trained_table),
     "sparse_own": of("sparse-own", sparse_peers.of_own),

@@ -2,7 +2,7 @@
 and by what stands for the keys that are left out.
 
 $ python bench/sparse.py                       # on one busy CPU core an hour
-$ python bench/sparse.py --json --budget 195   # and bench/results/GPU/DATE-sparse.json
+$ python bench/sparse.py --json --models 3     # and bench/results/GPU/DATE-sparse.json
 $ python bench/sparse.py --corrections --json  # a quarter of an hour: DATE-corrections.json
 
 The model is bench/video.py's. A block of 128 queries (a tile) computes the blocks of 64 keys that
@@ -19,13 +19,15 @@ psnr: of samples to the dense model's of the same noise, in dB. frechet: of thei
 videos'. snr: of attention's output to exact attention's, less the mean of v, in dB, for each layer
 at a noise level; there q, k and v are the dense model's. Density counts the steps that are dense.
 
-The second table is of that model trained further by another rule for the blocks, SLA's
+A gain is a difference of psnr. --models: trained from other seeds, too, each with its gains.
+
+The last table is of the first model trained further by another rule for the blocks, SLA's
 (arXiv:2509.24006) without its linear branch, in raster order: what it loses if another rule than
 its own serves it.
 
 --corrections: snr of CORRECTIONS in cubes, mean of LEVELS and of layers but the first, beside that
 of a row tail of 64 with the blocks that the same time buys, as `cost_ms` estimates it; then of the
-model trained further on videos four times as long.
+model trained further on videos four times as long, on a GPU sixteen times, too.
 
 Shapes: B batch, H heads, N tokens, D head_dim, M_q tiles, M_kv blocks of keys, M_t of the tail.
 """
@@ -35,7 +37,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy
@@ -54,7 +56,7 @@ from sage_inductor.ops.sparse.selector import BLOCK_SIZE, PARTS, Selection
 EYES = Size(0, 0, 0, 4096, 32, 400, 0, 15)
 SIZES = {
     "cpu": Size(3, 2, 64, 1024, 4, 1200, 8, rate=2e-3),
-    "cuda": Size(3, 2, 128, 4096, 16, 4000, 64, 60),
+    "cuda": Size(3, 2, 128, 4096, 16, 1600, 64),
 }
 DENSITIES = 0.5, 0.3, 0.2
 DENSE_STEPS = 3
@@ -258,12 +260,12 @@ class Sparse:
         return o if self.order is None else o[:, :, self.order.argsort()]
 
 
-def measure(subject: Subject, until: float = math.inf) -> Iterator[dict]:
+def measure(subject: Subject, cases: Iterable[Case], until: float = math.inf) -> Iterator[dict]:
     """A row for each case, printed as it comes; none that would begin after `until` of
     time.perf_counter()."""
     exact = subject.run(subject.model)
     calls = {level: capture(subject.model, subject.inputs(level)) for level in LEVELS}
-    for case in cases():
+    for case in cases:
         if time.perf_counter() > until:
             print("the budget is spent: the other cases are left out", flush=True)
             return
@@ -342,9 +344,9 @@ TOKENS = 75_600
 LISTS_MS = (0.1, 0.3, 0.5, 1.0), (9.14, 26.03, 42.30, DENSE_MS)  # by density
 TAIL_MS = {64: 1.75, 32: 4.0, 16: 8.0}  # 1.6 to 1.85; 3.3 to 4.7; not measured: twice 32's
 GRID = 2, 3, 4, 5, 6, 8, 10, 12, 14  # sixteenths of the blocks
-TRAINING = {  # seconds, of the model and of the one of videos four times as long
+TRAINING = {  # seconds, of the model and of each of videos four times as long as the one before
     "cpu": (400, 220),
-    "cuda": (60, 60),
+    "cuda": (60, 60, 60),
 }
 
 
@@ -402,12 +404,13 @@ def corrections_table(rows: list[dict]) -> str:
 
 
 def main_corrections(args, size: Size) -> int:
-    training = TRAINING[args.device.type]
-    size = dataclasses.replace(size, seconds=training[0])
+    first, *longer = TRAINING[args.device.type]
+    size = dataclasses.replace(size, seconds=first)
     subjects = [video.trained_video(size, args.device, None)]
-    more = {"N": 4 * size.N, "batch": max(1, size.batch // 4), "steps": max(1, size.steps // 4)}
-    size = dataclasses.replace(size, **more, evaluated=1, seconds=training[1])
-    subjects.append(video.trained_video(size, args.device, None, subjects[0].model))
+    for seconds in longer:
+        more = {"N": 4 * size.N, "batch": max(1, size.batch // 4), "steps": max(1, size.steps // 4)}
+        size = dataclasses.replace(size, **more, evaluated=1, seconds=seconds)
+        subjects.append(video.trained_video(size, args.device, None, subjects[-1].model))
     models = "; ".join(f"{' x '.join(map(str, x.model.shape))}: {x.note}" for x in subjects)
     method = f"4 videos, 1 of the longer; attention in fp32; at noise levels {LEVELS}; {models}"
     result = harness.Result("corrections", method, args)
@@ -440,19 +443,20 @@ def level_means(row: dict) -> list[float]:
 
 
 def table(rows: list[dict]) -> str:
-    """A line per way, a column per density: samples, attention's output, then GAINS."""
+    """A line per way, a column per density: samples, then attention's output."""
     distance = ", Frechet distance" * ("frechet" in rows[0])
     levels = " / ".join(map(str, LEVELS))
-    parts = [
-        f"The part of the keys that is computed: PSNR of samples in dB{distance}.\n",
-        by_density(rows, lambda row: f"{row['density']:.2f}: {shown(row)}"),
-        f"Attention's output in dB, at noise levels {levels}: mean of the layers but the first.\n",
-        by_density(
-            [row for row in rows if not row["dense_steps"]],
-            lambda row: " / ".join(f"{x:.1f}" for x in level_means(row)),
-        ),
-    ]
-    return "\n".join(parts + gains_table(rows))
+    return "\n".join(
+        [
+            f"The part of the keys that is computed: PSNR of samples in dB{distance}.\n",
+            by_density(rows, lambda row: f"{row['density']:.2f}: {shown(row)}"),
+            f"Attention's output in dB, at noise {levels}: mean of the layers but the first.\n",
+            by_density(
+                [row for row in rows if not row["dense_steps"]],
+                lambda row: " / ".join(f"{x:.1f}" for x in level_means(row)),
+            ),
+        ]
+    )
 
 
 def by_density(rows: list[dict], cell: Callable[[dict], str]) -> str:
@@ -479,6 +483,9 @@ class Gain(NamedTuple):
     densities: tuple[float, ...]
     asked: float
 
+    def cases(self) -> list[Case]:
+        return [Case(*way, x) for way in (self.of, self.over) for x in self.densities]
+
 
 ROW = "cubes", "row tail of 64"
 GAINS = {
@@ -492,20 +499,29 @@ GAINS = {
 }
 
 
-def gains_table(rows: list[dict]) -> list[str]:
-    """Nothing of a gain whose rows a budget has left out."""
-    psnr = {
-        ((row["order"], row["way"]), row["asked"]): row["psnr"]
-        for row in rows
-        if not row["dense_steps"]
-    }
-    lines = [["PSNR of samples", "dB", "asked"]]
+def gains(rows: list[dict], model: str) -> dict:
+    """A row. Nothing of a gain whose rows a budget has left out."""
+    psnr = {Case(*(row[x] for x in Case._fields)): row["psnr"] for row in rows}
+    found = {}
     for name, gain in GAINS.items():
-        pairs = [(psnr.get((gain.of, x)), psnr.get((gain.over, x))) for x in gain.densities]
-        if all(None not in pair for pair in pairs):
-            found = statistics.mean(a - b for a, b in pairs)
-            lines += [[name, f"{found:+.1f}", f"{gain.asked:g}"]]
-    return [markdown(lines)] * (len(lines) > 1)
+        if all(case in psnr for case in gain.cases()):
+            each = [psnr[case] for case in gain.cases()]
+            half = len(gain.densities)
+            found[name] = statistics.mean(each[:half]) - statistics.mean(each[half:])
+    return {"plan": "sparse-gains", "model": model, "gains": found}
+
+
+def gains_table(rows: list[dict]) -> str:
+    """A column per model."""
+    models = [f"model {i}" for i, _ in enumerate(rows)]
+    lines = [["PSNR of samples, dB", *models, "mean", "asked"]]
+    for name, gain in GAINS.items():
+        found = [row["gains"][name] for row in rows if name in row["gains"]]
+        if len(found) == len(rows):
+            cells = (f"{x:+.1f}" for x in (*found, statistics.mean(found)))
+            lines += [[name, *cells, f"{gain.asked:g}"]]
+    notes = "; ".join(f"{name}: {row['model']}" for name, row in zip(models, rows, strict=True))
+    return f"{markdown(lines)}\n{notes}.\n"
 
 
 def trained_table(rows: list[dict]) -> str:
@@ -521,6 +537,7 @@ def main(argv=None) -> int:
     parser.add_argument(
         "--budget", type=float, default=math.inf, help="no new case after so many s"
     )
+    parser.add_argument("--models", type=harness.positive, default=1, help="default: 1")
     parser.add_argument("--corrections", action="store_true", help="nothing else")
     args = parser.parse_args(argv)
     device = harness.current(args)
@@ -542,10 +559,15 @@ def main(argv=None) -> int:
     )
     result = harness.Result("sparse", method, args, model=model)
     harness.show(model=model)
-    for row in measure(subject, started + args.budget):
+    for row in measure(subject, cases(), started + args.budget):
         result.add([row])
+    result.add([gains(result["rows"], subject.note)])
     for row in measure_trained(subject, size):
         result.add([row])
+    of_gains = list(dict.fromkeys(case for gain in GAINS.values() for case in gain.cases()))
+    for seed in range(1, args.models):
+        subject = video.trained_video(size, device, eyes, seed=seed)
+        result.add([gains([*measure(subject, of_gains)], subject.note)])
     return result.end()
 
 

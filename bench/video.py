@@ -180,11 +180,15 @@ def trained_eyes(size: Size, device: torch.device) -> Eyes:
 
 
 def trained_video(
-    size: Size, device: torch.device, eyes: Eyes | None, start: nn.Module | None = None
+    size: Size,
+    device: torch.device,
+    eyes: Eyes | None,
+    start: nn.Module | None = None,
+    seed: int = 0,
 ) -> Subject:
     """start: a model, maybe of another N, whose parameters the training begins with."""
-    torch.manual_seed(0)
-    generator, T = torch.Generator(device).manual_seed(0), frames_of(size)
+    torch.manual_seed(seed)
+    generator, T = torch.Generator(device).manual_seed(seed), frames_of(size)
     model = VideoDiT(size).to(device)
     if start is not None:
         model.load_state_dict(start.state_dict())

@@ -269,7 +269,7 @@ def test_the_first_steps_are_dense():
 
 
 def test_a_row_for_each_case_and_none_beyond_the_budget(capsys):
-    rows = list(sparse.measure(untrained()))
+    rows = list(sparse.measure(untrained(), sparse.cases()))
     assert [(row["order"], row["way"], row["asked"], row["dense_steps"]) for row in rows] == [
         *sparse.cases()
     ]
@@ -278,9 +278,9 @@ def test_a_row_for_each_case_and_none_beyond_the_budget(capsys):
     assert json.loads(json.dumps(rows)) == rows
     text = sparse.table(rows)
     assert text.count("| cubes, row tail of 64 |") == 2
-    assert all(text.count(f"| {name} |") == 1 for name in sparse.GAINS)
-    assert not list(sparse.measure(untrained(), until=0.0))
-    assert "asked" not in sparse.table(rows[:3])
+    assert sparse.gains(rows, "")["gains"].keys() == sparse.GAINS.keys()
+    assert not list(sparse.measure(untrained(), sparse.cases(), until=0.0))
+    assert not sparse.gains(rows[:3], "")["gains"]
 
 
 def test_gains_are_differences_of_rows():
@@ -290,8 +290,12 @@ def test_gains_are_differences_of_rows():
         {"order": order, "way": way, "asked": x, "dense_steps": steps, "psnr": psnr + 9 * x + steps}
         for (order, way), psnr in at.items() for x in sparse.DENSITIES for steps in (0, 3)
     ]  # fmt: skip
-    (text,) = sparse.gains_table(rows)
-    assert [line.split(" | ")[1] for line in text.splitlines()[2:]] == ["+4.0", "+1.5", "+9.0"]
+    row = sparse.gains(rows, "of 9 steps")
+    lines = sparse.gains_table([row, {**row, "gains": dict.fromkeys(row["gains"], 0.0)}])
+    assert [line.split(" | ")[1:4] for line in lines.splitlines()[2:5]] == [
+        ["+4.0", "+0.0", "+2.0"], ["+1.5", "+0.0", "+0.8"], ["+9.0", "+0.0", "+4.5"],
+    ]  # fmt: skip
+    assert "model 0: of 9 steps; model 1" in lines
 
 
 def test_the_output_of_attention_in_decibels():
@@ -334,15 +338,21 @@ def test_the_whole_run_on_a_model_of_nothing(enough, tmp_path, monkeypatch):
     monkeypatch.setattr(sparse, "EYES", dataclasses.replace(TINY, steps=2))
     monkeypatch.setattr(sparse, "CURVES", {})
     monkeypatch.setattr(sparse, "OURS", {})
-    sparse.main(["--json", str(tmp_path / "x.json")])
+    sparse.main(["--json", str(tmp_path / "x.json"), "--models", "2"])
     found = pages.newest(tmp_path)
+    one, other = (row["gains"] for row in found["sparse-gains"]["rows"])
+    assert one.keys() == other.keys() == sparse.GAINS.keys() and one != other  # of another seed
     told, result = enough == 2, found["sparse"]
     assert len(result["rows"]) == 2 * 2 * 4 * 3 and ("Frechet" in result["method"]) == told
     for plan in ("sparse", "sparse-trained"):
         assert all(row.get("frechet", -1) > 0 if told else "frechet" not in row
                    for row in found[plan]["rows"])  # fmt: skip
-    tables = [pages.TABLES[name]({"cpu": found}) for name in ("sparse", "sparse_trained")]
-    assert "| cubes, drop |" in tables[0] and "| its rule |" in tables[1]
+    shown = {
+        "sparse": "cubes, drop",
+        "sparse_trained": "its rule",
+        "sparse_gains": [*sparse.GAINS][0],
+    }
+    assert all(f"| {x} |" in pages.TABLES[name]({"cpu": found}) for name, x in shown.items())
 
 
 # -- corrections ----
