@@ -10,6 +10,9 @@ mask that a static cache needs, and without one: then each query sees all N keys
 
 A row of "random" is a call of a static cache as the pass decides it, and what it replaces.
 
+A row of "fp8" is a layer of transformers' FP8 cache, compiled: a token is appended, and one query
+sees all.
+
 A row of "decoders" is a step of Llama 3 8B with random weights, as a CUDA graph: "inductor" and
 "sage" over transformers' static cache, "sage" over sage_inductor.Int8Cache, and both over layers of
 transformers' FP8 cache, which begins each step as long. REGION layers are compiled, once; what is
@@ -73,6 +76,7 @@ CARD = 80e9  # bytes, in which as many sequences as `fit` lie beside the weights
 SLOWER = 0.97  # of what is replaced
 NEAR = 0.05  # relative L1 of logits to eager's: Inductor's differ by 0.02 of 8 layers
 AS_FAR = 1.2  # of 32 layers of random weights Inductor's own differ by 0.05 to 0.06
+FP8_TOKENS = 2**18  # of more the caches of a row do not fit together
 OF_FP8 = "FP8 cache, inductor", "FP8 cache, sage"
 WRONG = 0.1  # relative L1; a frozen scale's error is less
 
@@ -250,6 +254,48 @@ def against_replaced(call: Drawn, site: Site, args, device) -> dict:
     return row | {"speed": speed_of(times["new"], times["old"])}
 
 
+# -- transformers' FP8 cache ----
+
+FP8_CALLS = [
+    *(Shape(1, 8, 4, N) for N in (64, 256, 1024, 8192, 32768)), Shape(16, 8, 4, 256),
+    Shape(16, 8, 4, 8192), Shape(128, 8, 4, 64), Shape(8, 32, 1, 2048), Shape(1, 8, 4, 8192, 64),
+]  # fmt: skip
+
+
+def by_codes(q, k, k_scale, v, v_scale) -> tuple[Tensor, ...]:
+    """q [B, H_kv G, 1, D], k and v codes [B, H_kv, N - 1, D], a scale each: the output and all
+    codes. The new token is the first's."""
+    codes = [torch.cat([x, x[:, :, :1]], 2) for x in (k, v)]
+    k, v = ((x.float() * y).to(q.dtype) for x, y in zip(codes, (k_scale, v_scale), strict=True))
+    return sdpa(q, k, v, enable_gqa=True), *codes
+
+
+def in_fp8(q, k, v, *_) -> tuple[Tensor, ...]:
+    scales = [x.abs().amax().float() / 448 for x in (k, v)]
+    k, v = ((x[:, :, 1:] / y).to(torch.float8_e4m3fn) for x, y in zip((k, v), scales, strict=True))
+    return q, k, scales[0], v, scales[1]
+
+
+def fp8_calls(args, device) -> Iterator[dict]:
+    for shape in FP8_CALLS:
+        torch._dynamo.reset()
+        runners, before = {}, len(sage_inductor.report())
+        sets = draw_sets(shape, device)
+        for name in ("inductor", "sage"):
+            run = torch.compile(by_codes, backend=name, dynamic=False, fullgraph=True)
+            first = lambda *given, run=run: run(*given)[0]  # noqa: E731
+            runners[name] = Runner(Provider(name, first, in_fp8), sets)
+        (site,) = sage_inductor.report()[before:]
+        error = relative_l1(*(x.output().double() for x in runners.values()))
+        times = interleave(runners, args.rounds, args.target_ms)
+        yield {
+            "shape": shape._asdict(), "reason": site.reason, "rel_l1": error,
+            "error": None if error < NEAR else f"not near what is replaced: {error}",
+            "times": {name: summary(each) for name, each in times.items()},
+            "speed": speed_of(times["sage"], times["inductor"]),
+        }  # fmt: skip
+
+
 # -- decoders ----
 
 LLAMA = dict(
@@ -330,7 +376,8 @@ def decoder(model, B: int, N: int, args, device) -> dict:
     row |= {what: {} for what in ("rel_l1", "cache_gib", "peak_gib", "fit")}
     before = len(sage_inductor.report())
     ways = [("Int8Cache", "sage", "Int8Cache")]
-    ways += [(OF_FP8[0], "inductor", "FP8"), (OF_FP8[1], "sage", "FP8")] * bool(FP8)
+    if FP8 and B * N <= FP8_TOKENS:
+        ways += [(OF_FP8[0], "inductor", "FP8"), (OF_FP8[1], "sage", "FP8")]
     for name, backend, kind in (*ways, *((x, x, "StaticCache") for x in ("sage", "inductor"))):
         if kind not in caches:
             torch.cuda.empty_cache()
@@ -379,7 +426,7 @@ def full_cache(kind: str, config, B: int, N: int, device):
     if kind == "FP8":
         cache, shape = transformers.Cache(layers=[]), (B, config.num_key_value_heads, N - ROOM)
         for _ in range(config.num_hidden_layers):
-            layer, k = FP8(), 4 * torch.randn(*shape, config.head_dim, device=device).bfloat16()
+            layer, k = FP8(), torch.randn(*shape, config.head_dim, device=device).bfloat16()
             layer.update(k, k)
             layer.first = layer._quantized_keys, layer._quantized_values, layer.cumulative_length
             cache.layers.append(layer)
@@ -448,7 +495,7 @@ def many_steps(model, cache, N: int, tokens: Tensor, runner: Runner, step: Calla
     return {"steps": STEPS, "equal": equal, "rel_l1": max(errors)}
 
 
-PARTS = {"calls": calls, "random": random_calls, "decoders": decoders}
+PARTS = {"calls": calls, "random": random_calls, "fp8": fp8_calls, "decoders": decoders}
 
 
 # -- perplexity ----
@@ -605,7 +652,8 @@ def perplexity_table(rows: list[dict]) -> str:
 def table(rows: list[dict]) -> str:
     """us a call, and the gain over SDPA with the mask, with its range; the same of decoders' ms."""
     parts = groups(rows, "part")
-    tables = {"calls": calls_table, "random": random_table, "decoders": decoders_table}
+    tables = {"calls": calls_table, "random": random_table, "fp8": fp8_table}
+    tables |= {"decoders": decoders_table}
     return "\n".join(tables[part](its) for part, its in parts.items())
 
 
@@ -638,6 +686,16 @@ def random_table(rows: list[dict]) -> str:
     gains = (f"{len(x)} become {name}: {min(x):.2f}x to {max(x):.2f}x" for name, x in found.items())
     slower = markdown(lines) if lines[1:] else f"None is slower than {SLOWER:g}x.\n"
     return f"{len(rows)} random calls, of which {'; '.join(gains)}.\n\n{slower}"
+
+
+def fp8_table(rows: list[dict]) -> str:
+    lines = [["FP8 cache: B", "H_kv", "G", "N", "D", "inductor, us", "sage", "as codes"]]
+    for row in rows:
+        sizes = (str(row["shape"][x]) for x in ("B", "H_kv", "G", "N", "D"))
+        us = {name: f"{each['ms'] * 1e3:.1f}" for name, each in row["times"].items()}
+        is_read = "yes" if "as codes" in row["reason"] else "no"
+        lines.append([*sizes, us["inductor"], f"{us['sage']}, {gain(row['speed'])}", is_read])
+    return markdown(lines)
 
 
 def decoders_table(rows: list[dict]) -> str:

@@ -33,7 +33,7 @@ class DecodeCall(NamedTuple):
     start: Tensor  # [B or 1], int32 or int64: the first key. Below 0 it counts as 0
     end: Tensor  # the same: the key after the last. Beyond N it counts as N
     scale: float  # of the softmax
-    # [B or 1, H_kv or 1, N or 1] fp32, at least 0: what a code is multiplied by; of 16 bits None
+    # [B or 1, H_kv or 1, N or 1] fp32: what a code is multiplied by; of 16 bits None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     # [B or 1, N_q or 1, N] bool, any strides: the keys from start to end that a query sees. All of

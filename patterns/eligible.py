@@ -11,11 +11,11 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.decode_call import MAX_QUERIES
+from sage_inductor.ops.decode_call import CODES, MAX_QUERIES
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
 from sage_inductor.ops.symbols import guarded, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
-from sage_inductor.ops.visibility import FULL
+from sage_inductor.ops.visibility import FULL, Band
 from sage_inductor.patterns import reasons
 from sage_inductor.patterns.call import Call, mask_text
 from sage_inductor.patterns.graph import VIEWS, arguments, op_name, shown, statically_true, value_of
@@ -93,21 +93,29 @@ def why_not(call: Call) -> Reason | None:  # noqa: C901  (one condition after an
 
 
 def suits_decode(call: Call) -> bool:
-    """Whether ``sage::decode`` computes a call that sage::sdpa can stand for: a few queries, to
-    which a bool mask shows keys of a cache, in 16 bits and without gradients."""
+    """Whether ``sage::decode`` computes a call that sage::sdpa can stand for, in 16 bits and
+    without gradients: a few queries, to which a bool mask shows keys of a cache, or that stand at
+    the end of one of codes."""
     q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
-    if mask is None or mask.dtype != torch.bool or mask.dim() != 4 or call.band != FULL:
+    if mask is None:
+        is_one = call.band == FULL and statically_true(q.shape[2] == 1)
+        at_the_end = is_one or call.band == Band(right=0, bottom_right=True)
+        if not at_the_end or codes_of(call.k) is None:
+            return False
+    elif mask.dtype != torch.bool or mask.dim() != 4 or call.band != FULL:
+        return False
+    elif not statically_true(mask.shape[1] == 1) or not statically_true(
+        mask.shape[3] == k.shape[2]
+    ):
         return False
     dims = specialised(q.shape[3]), specialised(v.shape[3])
     return (
-        all(x.dtype == call.out.dtype in (torch.float16, torch.bfloat16) for x in (q, k, v))
+        statically_true(q.shape[2] <= MAX_QUERIES)
+        and all(x.dtype == call.out.dtype in (torch.float16, torch.bfloat16) for x in (q, k, v))
         and all(D % 16 == 0 for D in dims)
         and k.stride(3) == v.stride(3) == 1
-        and all(map(statically_true, (
-            q.shape[2] <= MAX_QUERIES, mask.shape[1] == 1, mask.shape[3] == k.shape[2],
-        )))
         and not (call.out.requires_grad or call.block_size or call.sink or call.lse)
-    )  # fmt: skip
+    )
 
 
 def why_not_selected(call: Call, portable: bool) -> Reason | None:
@@ -184,14 +192,37 @@ def is_biased(x: Node) -> bool:
     return name == "addmm" or name in _MOVES and is_biased(x.all_input_nodes[0])
 
 
+_CASTS = ("to", "float", "_to_copy")
 _SCALES = re.compile(r"i?mul|i?sub|truediv|div|.*dequant.*")
 
 
-def is_of_codes(x: Any) -> bool:
-    """Whether k or v is all of a cache, or some of its tokens, of which codes can be read."""
+def codes_of(x: Any) -> Node | None:
+    """The codes of a cache of which k or v is all, or some tokens."""
     while op_name(x) == "getitem" and isinstance(x.args[1], tuple):
         x = x.args[0]
-    return op_name(x) == "read_kv"
+    if op_name(x) == "read_kv":
+        return x.args[0]
+    codes, _ = scaled_codes(x)
+    return codes
+
+
+def scaled_codes(x: Any) -> tuple[Node, Node] | tuple[None, None]:
+    """(codes, scale) where x is (codes.float() * scale).to(dtype), of one scale for all, as in
+    transformers' FP8 cache."""
+    if op_name(x) not in _CASTS or op_name(product := x.args[0]) != "mul":
+        return None, None
+    floats, scale = product.args
+    codes = floats.args[0] if op_name(floats) in _CASTS else None
+    of_codes, of_scale = value_of(codes), value_of(scale)
+    found = (
+        getattr(of_codes, "dtype", None) in CODES
+        and isinstance(of_scale, torch.Tensor)
+        and of_scale.dim() == 0
+        and of_scale.dtype == value_of(floats).dtype == torch.float32
+        and of_codes.device == of_scale.device == value_of(x).device
+        and of_codes.stride()[-1:] == (1,)
+    )
+    return (codes, scale) if found else (None, None)
 
 
 def decoded(k: Node) -> Reason | None:

@@ -12,6 +12,7 @@ there is a learned sink, ``sage.with_sink(sdpa[0], sdpa[1], sink)`` takes its we
 """
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.fx import Node
 
 from sage_inductor.ops.decode_call import DecodeCall
 from sage_inductor.ops.documents import BLOCK
+from sage_inductor.ops.formats import MAX_ROWS
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.sparse.selector import Selection
@@ -27,7 +29,7 @@ from sage_inductor.ops.training.gradients import training_op
 from sage_inductor.ops.visibility import BlockLists, seen_keys
 from sage_inductor.patterns import graph
 from sage_inductor.patterns.call import Call, Decision
-from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, stored
+from sage_inductor.patterns.eligible import BHND, BNHD, is_causal, scaled_codes, stored
 from sage_inductor.patterns.graph import Emitter, GraphIndex, op_name, statically_true, value_of
 from sage_inductor.patterns.shared_kv import stack, stacks
 
@@ -49,14 +51,20 @@ def replace(call: Call, decision: Decision, portable: bool) -> None:
     q, k, v, attn_mask = call.q, call.k, call.v, call.attn_mask
     scale = float(call.scale if call.scale is not None else value_of(q).shape[3] ** -0.5)
     if decision.decodes:
-        mask = emit(aten.squeeze.dim, attn_mask, 1)  # [B or 1, N_q or 1, N]
-        seen = emit(torch.ops.sage.seen_range.default, mask)
-        start, end, is_run = (emit(operator.getitem, seen, i) for i in range(3))
-        one_row_each = statically_true(value_of(mask).shape[1] == value_of(q).shape[2])
+        mask = is_run = None
+        if attn_mask is None:  # queries see the keys up to their own places
+            new = partial(emit, aten.new_full.default, q, [1], dtype=torch.int32)
+            start, end = new(0), new(MAX_ROWS)
+        else:
+            mask = emit(aten.squeeze.dim, attn_mask, 1)  # [B or 1, N_q or 1, N]
+            seen = emit(torch.ops.sage.seen_range.default, mask)
+            start, end, is_run = (emit(operator.getitem, seen, i) for i in range(3))
+            if not statically_true(value_of(mask).shape[1] == value_of(q).shape[2]):
+                is_run = None  # one row for all is no run of each
         (k, k_scale, rotated), (v, v_scale, _) = _codes(k, emit), _codes(v, emit, True)
         args = DecodeCall(
-            q, k, v, start, end, scale, k_scale, v_scale, mask, is_run if one_row_each else None,
-            rotated=rotated, out_bnhd=order != BHND,
+            q, k, v, start, end, scale, k_scale, v_scale, mask, is_run, rotated=rotated,
+            out_bnhd=order != BHND,
         )  # fmt: skip
         new = emit(torch.ops.sage.decode.default, *args)
         return put(emit(operator.getitem, new, 0))
@@ -142,16 +150,24 @@ def _codes(x: Any, emit: Emitter, of_v: bool = False) -> tuple[Any, Any, bool]:
 
     before:  k = sage.read_kv(codes, scale, anchor, True, torch.bfloat16)[:, :, :N]
     after:   codes[:, :, :N], scale[:, :, :N]
+
+    before:  k = (codes.float() * scale).to(torch.bfloat16)
+    after:   codes, scale.reshape(1, 1, 1)
     """
     name, args = op_name(x), x.args
     if name == "getitem" and isinstance(args[1], tuple) and len(args[1]) <= 3:
-        *of_cache, rotated = _codes(args[0], emit, of_v)
-        if of_cache[1] is not None and all(isinstance(each, slice) for each in args[1]):
-            return *(emit(operator.getitem, y, args[1]) for y in of_cache), rotated
+        codes, scale, rotated = _codes(args[0], emit, of_v)
+        if scale is not None and all(isinstance(each, slice) for each in args[1]):
+            codes = emit(operator.getitem, codes, args[1])
+            is_one = value_of(scale).shape == (1, 1, 1)  # for all of them
+            return codes, scale if is_one else emit(operator.getitem, scale, args[1]), rotated
     if name == "read_kv" and not any(emit.index.written_after(y, x) for y in args[:2]):
         codes, scale, anchor, rotated, _ = args
         if not of_v or (anchor is None and not rotated):
             return codes, scale, rotated
+    codes, scale = scaled_codes(x)
+    if codes is not None and not any(emit.index.written_after(y, x) for y in (codes, scale)):
+        return codes, emit(torch.reshape, scale, (1, 1, 1)), False
     return x, None, False
 
 

@@ -147,7 +147,7 @@ def _decode_kernel(
         if V_scale is not None:
             v_scale = V_scale + b * stride_vsb + h_kv * stride_vsh + at * stride_vsn
             v_scale = tl.load(v_scale, mask=inside, other=0.0)
-            c_new = tl.maximum(tl.max(v_scale, 0), c)
+            c_new = tl.maximum(tl.max(tl.abs(v_scale), 0), c)
             inverse = 1.0 / c_new
             p, alpha, c = p * (v_scale * inverse)[None, :], alpha * (c * inverse), c_new
             v = v.to(tl.float16)

@@ -76,7 +76,7 @@ def decode(
     l = (p * rescale).sum((-2, -1))  # [B, H_kv, M, S]
     if a.v_scale is not None:
         v_scale = tiled(read_scale(a.v_scale))
-        largest = v_scale.amax(-1, keepdim=True).clamp(min=TINY).cummax(-2).values
+        largest = v_scale.abs().amax(-1, keepdim=True).clamp(min=TINY).cummax(-2).values
         p, rescale = p * (v_scale * divide(1.0, largest)), rescale * largest
     dtype = a.q.dtype if a.v_scale is None else torch.float16
     p = (p.to(dtype).float() * rescale).flatten(-2).transpose(2, 3)  # [B, H_kv, S, M, most]

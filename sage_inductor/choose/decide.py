@@ -130,8 +130,11 @@ def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decisi
 
 def _decodes(call: Call, shape: CallShape) -> bool:
     """Whether ``sage::decode`` computes a call."""
-    old = shape.capability is not None and shape.capability < (8, 0)
-    return not old and eligible.suits_decode(call)
+    if not eligible.suits_decode(call):
+        return False
+    codes = [value_of(eligible.codes_of(x)) for x in (call.k, call.v)]
+    is_fp8 = any(x is not None and x.dtype == torch.float8_e4m3fn for x in codes)
+    return shape.capability is None or shape.capability >= ((8, 9) if is_fp8 else (8, 0))
 
 
 # Where ``sage::decode`` was timed, against SDPA with the mask and heads that are not repeated
@@ -151,7 +154,7 @@ def _decoded(call: Call, shape: CallShape, settings: Settings) -> str:
         return f"{'emulated' if shape.capability is None else 'forced'}, exact"
     if shape.capability != TIMED_DECODE:
         return ""
-    if eligible.is_of_codes(call.k):
+    if eligible.codes_of(call.k) is not None:
         return "exact: k and v are read as codes"
     heads, keys = shape.q[0] * shape.k[1], shape.k[2]
     few = statically_true(heads <= DECODED_HEADS) and (

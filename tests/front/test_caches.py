@@ -339,10 +339,16 @@ def test_of_fp32_the_dtype_is_what_to_change_first():
 
 
 @pytest.mark.models
-def test_transformers_fp8_cache_is_decoded_before_the_call():
-    sites = sites_on_a_gpu(steps("fp8"), (8, 9))
+@pytest.mark.parametrize("queries", [1, 4])
+def test_transformers_fp8_cache_is_read_as_codes(queries):
+    """On Hopper. Elsewhere it is decoded before the call, and the row says so."""
+    for site in sites_on_a_gpu(steps("fp8", queries), (9, 0)):
+        assert site.recipe == "decode" and site.reason == "exact: k and v are read as codes"
+        assert site.k == (1, 2, 8 + queries, 16)  # not repeated
+    sites = sites_on_a_gpu(steps("fp8", queries), (8, 9))
     decoded = "k is decoded from float8_e4m3fn codes by `mul` before the call"
-    assert [site.reason for site in sites] == [f"{decoded}; {SHORT}"] * 2
+    untimed = str(reasons.DECODE_UNTIMED(queries))
+    assert [site.reason for site in sites] == [f"{decoded}; {SHORT}; {untimed}"] * 2
     (told,) = remedies(sites)
     assert told.startswith("k is decoded from float8_e4m3fn codes: a cache in 16 bits is faster")
     torch._dynamo.reset()

@@ -338,6 +338,57 @@ def test_which_reads_are_of_codes(case, decoded):
     torch.testing.assert_close(found, expected, rtol=4e-3, atol=8e-3)
 
 
+def attend_scaled(q, k_codes, k_scale, v_codes, v_scale, mask, case: str):
+    """As transformers' FP8 cache is read: one scale for all."""
+    k, v = ((x.float() * y).to(q.dtype) for x, y in ((k_codes, k_scale), (v_codes, v_scale)))
+    if case == "codes are written to":
+        k_codes.mul_(2)
+    if case == "scales are written to":
+        v_scale.mul_(2)
+    if case == "some tokens":
+        q, k, v = q[1:], k[1:, :, 3:33], v[:, :, 3:33][1:, :]
+    mask = None if mask is None else mask[-len(q) :, :, :, : k.shape[2]]
+    if case == "queries at the end":
+        mask = torch.ones(q.shape[2], N, dtype=torch.bool).tril(N - q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+E4M3 = torch.float8_e4m3fn
+SCALED = {  # k's and v's dtype, and queries without a mask; none: the call stays, or has a recipe
+    "all tokens": (E4M3, E4M3, 1), "some tokens": (E4M3, E4M3, 1), "INT8": (CODES, CODES, 1),
+    "a negative scale": (E4M3, E4M3, 1), "codes are written to": (NUMBERS, E4M3, 1),
+    "scales are written to": (E4M3, NUMBERS, 1), "queries with a mask": (E4M3, E4M3, 5),
+    "queries at the end": (E4M3, E4M3, 5), "queries": None, "a scale a token": None, "a scale of 16 bits": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_codes_of_one_scale_are_read(case, decoded):
+    torch.manual_seed(0)
+    n_q, dtype = 5 if "queries" in case else 1, CODES if case == "INT8" else E4M3
+    codes = [(3 * torch.randn(2, 2, N, 64)).to(dtype) for _ in range(2)]
+    scale = [torch.tensor(x) for x in (0.3, 0.2)]
+    if case == "a negative scale":
+        scale = [-x for x in scale]
+    if case == "a scale a token":
+        scale = [x.expand(2, 2, N, 1).clone() for x in scale]
+    if case == "a scale of 16 bits":
+        scale = [x.half() for x in scale]
+    given = [torch.randn(2, 6, n_q, 64).half(), codes[0], scale[0], codes[1], scale[1]]
+    given += [torch.rand(2, 1, n_q, N) < 0.7 if "mask" in case else None]
+    if case == "codes are written to":
+        given[1] = given[1].float().to(CODES)  # E4M3 has no in-place product
+    copies = [x.clone() if x is not None else None for x in given]
+    expected = attend_scaled(*copies, case)
+    options = {"sage.emulate": True}
+    found = torch.compile(attend_scaled, backend="sage", fullgraph=True, options=options)(
+        *given, case
+    )
+    assert decoded == ([SCALED[case]] if SCALED[case] else [])
+    if SCALED[case]:
+        torch.testing.assert_close(found, expected, rtol=4e-3, atol=8e-3)
+
+
 @pytest.mark.parametrize("force, capability", [(True, (8, 9)), (False, (8, 9)), (False, (9, 0))])
 def test_on_a_gpu_codes_are_read_where_that_is_forced_or_was_timed(force, capability):
     graph, shapes = torch.fx.Graph(), ((2, 8, 1, 64), (2, 2, N, 64), (2, 2, N), (2, 1, 1, N))

@@ -103,6 +103,8 @@ def cache(rng, shape: tuple, kinds: tuple, device) -> tuple[Tensor, Tensor | Non
             rng.choice(("token", "token", "head", "one"))
         ]
         scale = x.abs().amax(of, keepdim=True) / (127 if kind == INT8 else 448)
+        if rng.random() < 0.2:
+            scale = scale * torch.randn_like(scale).sign()
         x = (x / scale).round() if kind == INT8 else x / scale
         scale = scale[..., 0].transpose(1, 2)
         scale = scale[..., :N] if scale.shape[2] > 1 else scale

@@ -228,7 +228,7 @@ def decode_codes_kernel(
         alpha = gl.exp2(m - shift)
         m = m_new
         l = l * alpha + gl.sum(p, 1)
-        c_new = gl.maximum(c, gl.max(v_scale, 1))
+        c_new = gl.maximum(c, gl.max(gl.abs(v_scale), 1))
         inverse = 1.0 / c_new
         p = p * gl.expand_dims(v_scale * gl.expand_dims(inverse, 1), 2)
         ratio = gl.convert_layout(c * inverse, gl.SliceLayout(1, ROWS))
