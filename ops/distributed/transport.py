@@ -33,7 +33,9 @@ WAYS = {  # as reports say it
 # many, more than any L2. On a CPU kernels are emulated, and nobody waits for keys.
 SENT = {"cuda": (2**20, 2**26), "cpu": (2**14, 2**16)}
 REPEATS, IN_A_ROW = 3, 4
-AHEAD = 8  # copies, 0.5 ms: more than the host takes to launch IN_A_ROW exchanges
+# Copies, 1.6 ms: more than a busy host takes to launch IN_A_ROW exchanges. With a third as many an
+# exchange of 34 us was once measured as 84.
+AHEAD = 24
 # Two H100s and two H200s, torch 2.11 (bench/results/*/2026-11-28-parallel.json):
 FLOPS = 0.95e15  # 8-bit attention's a second, of long calls
 EXPONENTIAL = 200  # D + D_v of the products that take as long as the exponential of a pair
