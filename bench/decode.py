@@ -257,8 +257,10 @@ def against_replaced(call: Drawn, site: Site, args, device) -> dict:
 # -- transformers' FP8 cache ----
 
 FP8_CALLS = [
-    *(Shape(1, 8, 4, N) for N in (64, 256, 1024, 8192, 32768)), Shape(16, 8, 4, 256),
-    Shape(16, 8, 4, 8192), Shape(128, 8, 4, 64), Shape(8, 32, 1, 2048), Shape(1, 8, 4, 8192, 64),
+    *(Shape(1, 8, 4, N) for N in (256, 1024, 2048, 4096, 8192, 32768)), Shape(4, 8, 4, 1024),
+    *(Shape(16, 8, 4, N) for N in (256, 512, 1024, 8192)), Shape(64, 8, 4, 256),
+    Shape(64, 8, 4, 512), Shape(8, 32, 1, 1024), Shape(8, 32, 1, 2048), Shape(1, 1, 16, 32768),
+    Shape(1, 8, 4, 8192, 64), Shape(16, 8, 4, 1024, 64), Shape(16, 8, 4, 8192, 64),
 ]  # fmt: skip
 
 
@@ -427,6 +429,8 @@ def full_cache(kind: str, config, B: int, N: int, device):
         cache, shape = transformers.Cache(layers=[]), (B, config.num_key_value_heads, N - ROOM)
         for _ in range(config.num_hidden_layers):
             layer, k = FP8(), torch.randn(*shape, config.head_dim, device=device).bfloat16()
+            k[:, :, 0] = 0
+            k[:, :, 0, 0] = 16  # else a later token is beyond the scale, and its codes are NaN
             layer.update(k, k)
             layer.first = layer._quantized_keys, layer._quantized_values, layer.cumulative_length
             cache.layers.append(layer)
