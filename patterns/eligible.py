@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.decode_call import CODES, MAX_QUERIES
+from sage_inductor.ops.decode_call import MAX_QUERIES
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
 from sage_inductor.ops.symbols import guarded, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
@@ -207,7 +207,7 @@ def codes_of(x: Any) -> Node | None:
 
 
 def scaled_codes(x: Any) -> tuple[Node, Node] | tuple[None, None]:
-    """(codes, scale) where x is (codes.float() * scale).to(dtype), of one scale for all, as in
+    """(codes, scale) where x is (codes.float() * scale).to(dtype), E4M3 of one scale for all, as in
     transformers' FP8 cache."""
     if op_name(x) not in _CASTS or op_name(product := x.args[0]) != "mul":
         return None, None
@@ -215,7 +215,7 @@ def scaled_codes(x: Any) -> tuple[Node, Node] | tuple[None, None]:
     codes = floats.args[0] if op_name(floats) in _CASTS else None
     of_codes, of_scale = value_of(codes), value_of(scale)
     found = (
-        getattr(of_codes, "dtype", None) in CODES
+        getattr(of_codes, "dtype", None) == torch.float8_e4m3fn
         and isinstance(of_scale, torch.Tensor)
         and of_scale.dim() == 0
         and of_scale.dtype == value_of(floats).dtype == torch.float32

@@ -11,6 +11,7 @@ from support import on_gpu, placeholders, swept, valued
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_inductor
+from sage_inductor.backend import op_by_op
 from sage_inductor.choose import decide as choose
 from sage_inductor.choose.decide import rewrite
 from sage_inductor.options import Settings
@@ -340,8 +341,10 @@ def test_of_fp32_the_dtype_is_what_to_change_first():
 
 @pytest.mark.models
 @pytest.mark.parametrize("queries", [1, 4])
-def test_transformers_fp8_cache_is_read_as_codes(queries):
+def test_transformers_fp8_cache_is_read_as_codes(queries, monkeypatch):
     """On Hopper. Elsewhere it is decoded before the call, and the row says so."""
+    monkeypatch.setattr(choose, "DECODED_CODES", 1)
+    monkeypatch.setattr(choose, "DECODES_FROM", 1)
     for site in sites_on_a_gpu(steps("fp8", queries), (9, 0)):
         assert site.recipe == "decode" and site.reason == "exact: k and v are read as codes"
         assert site.k == (1, 2, 8 + queries, 16)  # not repeated
@@ -356,6 +359,31 @@ def test_transformers_fp8_cache_is_read_as_codes(queries):
     report = sage_inductor.report()
     assert [site.reason.endswith(f"; {decoded}") for site in report] == [True] * 2
     assert report[0].why.cause.remedy.startswith("move the model to a GPU")
+
+
+@pytest.mark.parametrize(
+    "shape, capability, force, reason",
+    [
+        ((16, 8, 1024, 128), (9, 0), False, "exact: k and v are read as codes"),
+        ((8, 16, 2048, 64), (9, 0), False, "exact: k and v are read as codes"),
+        ((16, 8, 1023, 128), (9, 0), False, None), ((128, 8, 255, 128), (9, 0), False, None),
+        ((16, 8, 1024, 128), (8, 9), False, None), ((1, 8, 64, 128), (8, 9), True, "forced, exact"),
+        ((16, 8, 1024, 128), (8, 0), True, None),  # has no E4M3
+    ],
+)  # fmt: skip
+def test_an_fp8_cache_is_read_as_codes_where_that_was_faster(shape, capability, force, reason):
+    graphs, (B, *_, D) = [], shape
+
+    def step(q, codes, scale):
+        k = (codes.float() * scale).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    with FakeTensorMode(), gpu(capability), op_by_op(graphs.append) as run:
+        q = torch.empty(B, 32, 1, D, device="cuda", dtype=torch.bfloat16)
+        codes = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
+        run(step, (q, codes, torch.empty((), device="cuda")), {})
+        (site,) = rewrite(graphs[0], Settings(force=force))
+    assert (site.reason == reason) == (site.recipe == "decode") == bool(reason), site
 
 
 def torchao_step(q, codes, scales, new):

@@ -103,7 +103,7 @@ def cache(rng, shape: tuple, kinds: tuple, device) -> tuple[Tensor, Tensor | Non
             rng.choice(("token", "token", "head", "one"))
         ]
         scale = x.abs().amax(of, keepdim=True) / (127 if kind == INT8 else 448)
-        if rng.random() < 0.2:
+        if rng.random() < 0.5:
             scale = scale * torch.randn_like(scale).sign()
         x = (x / scale).round() if kind == INT8 else x / scale
         scale = scale[..., 0].transpose(1, 2)
