@@ -71,8 +71,11 @@ def main(argv=None) -> int:
 
 
 def run_parts(plan: str, args, parts: dict, table: Callable, more: str = "") -> int:
-    """The exit status. A row for each that the asked parts yield. more: of the method."""
+    """The exit status. A row for each that the asked parts yield. more: of the method. A result of
+    some parts has a name of its own: it does not hide the one of all."""
     device = harness.gpu(args)
+    if args.parts != list(parts):
+        plan = "-".join([plan, *args.parts])
     torch.manual_seed(0)
     method = (
         f"median of {args.rounds} rounds of {args.target_ms:g} ms of CUDA graphs, in turns, over "

@@ -60,8 +60,9 @@ PLANS = (
     *SPEED, *ACCURACY, *curves.TITLES, "model", "training", "training-mask", "backward", "memory",
     "packages", "packed", "parallel", "parallel-host", "parallel-sockets", "peers", "ring",
     "sageattention", "sparse", "sparse-gains", "sparse-trained", "linear", "lists", "selected",
-    "whole", "beside", "decode", "decoding", "comfyui", "perplexity", "layout", "tail",
-    "sparse-peers", "sparse-own", "sparse-whole", "corrections", "cubes",
+    "whole", "beside", "decode", "decode-fp8", "decode-decoders", "decoding", "comfyui",
+    "perplexity", "layout", "tail", "sparse-peers", "sparse-own", "sparse-cut", "sparse-whole",
+    "corrections", "cubes",
 )  # fmt: skip
 METHODS = property, classmethod, types.FunctionType
 HEADS = (8, 24, 128)  # B * H of the columns of `lengths`
@@ -369,6 +370,8 @@ TABLES = {
     "comfyui": of("comfyui", comfyui.table),
     "decode": of("decode", decode.table),
     "decoding": of("decoding", decoding.table),
+    "fp8_cache": of("decode-fp8", decode.table),
+    "fp8_decoders": of("decode-decoders", decode.table),
     "host": of("parallel-host", parallel.table),
     "lengths": lambda _: lengths_of(set(cost.KINDS) - cost.TRAINED.keys()),
     "linear": of("linear", linear.table),
@@ -391,6 +394,7 @@ TABLES = {
     "sparse_gains": of("sparse-gains", sparse.gains_table),
     "sparse_peers": of("sparse-peers", sparse_peers.in_short),
     "sparse_trained": of("sparse-trained", sparse.trained_table),
+    "sparse_cut": of("sparse-cut", sparse_peers.of_own),
     "sparse_own": of("sparse-own", sparse_peers.of_own),
     "sparse_whole": of("sparse-whole", sparse_peers.of_whole),
     "speed": sections(SPEED, speed_section),

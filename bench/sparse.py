@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from bench import harness, video
 from bench.capture import attending, capture
-from bench.tables import groups, markdown, show
+from bench.tables import groups, markdown, show, wrapped
 from bench.trained import EULER, Size, train
 from bench.video import Subject
 from sage_inductor.ops.recipe import NAMED
@@ -521,7 +521,7 @@ def gains_table(rows: list[dict]) -> str:
             cells = (f"{x:+.1f}" for x in (*found, statistics.mean(found)))
             lines += [[name, *cells, f"{gain.asked:g}"]]
     notes = "; ".join(f"{name}: {row['model']}" for name, row in zip(models, rows, strict=True))
-    return f"{markdown(lines)}\n{notes}.\n"
+    return f"{markdown(lines)}\n{wrapped(notes + '.')}\n"
 
 
 def trained_table(rows: list[dict]) -> str:
