@@ -12,17 +12,8 @@ from torch import Tensor
 from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK, pad_rows
+from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference.exact import how_often, masked
-from sage_inductor.ops.reference.quantize import (
-    divide,
-    interleave,
-    pad,
-    phi,
-    phi_inverse,
-    power_of_two,
-    quantize_q,
-    unpack,
-)
 from sage_inductor.ops.visibility import BlockLists, listed_keys
 
 # What a call by lists has that another has not.
@@ -49,12 +40,12 @@ def attention(
     q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv
     quantized, scale, offset = pv.dtype is not None, a.scale_of_codes, math.log2(pv.largest)
     heads, N_q = q.shape[1] // k.shape[1], q.shape[2]
-    k = unpack(k) if recipe.of_qk.packed == 2 else k
+    k = quantize.unpack(k) if recipe.of_qk.packed == 2 else k
     v = v.repeat_interleave(heads, 1)
     q_smooth = q
     if a.q_mean is not None:
         q_smooth = q.float() - a.q_mean.float().repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
-    q_8bit, q_scale = quantize_q(q_smooth * math.copysign(1.0, scale), recipe)
+    q_8bit, q_scale = quantize.quantize_q(q_smooth * math.copysign(1.0, scale), recipe)
     q_scale = q_scale * (abs(scale) * LOG2E)
 
     def scores(k: Tensor, k_scale: Tensor) -> Tensor:
@@ -100,7 +91,7 @@ def attention(
     m_last = m[..., -1:]
     rescale = torch.where(p > 0, torch.exp2(m - m_last), 0.0)
     l = (p * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]
-    inverse = torch.where(l == 0, 0.0, divide(1.0, l))
+    inverse = torch.where(l == 0, 0.0, quantize.divide(1.0, l))
     dtype = torch.bfloat16 if v.dtype == torch.float32 else v.dtype
     p = p.to(dtype).float() * rescale
     if has_tail:
@@ -109,8 +100,8 @@ def attention(
     if keys is not None:
         p = p.new_zeros(*p.shape[:3], k.shape[2]).scatter_add(3, keys, p)
     if quantized:
-        o = interleave(p) @ v.float().mT
-        o = o + interleave(p_tail) @ v_tail.mT if has_tail else o
+        o = quantize.interleave(p) @ v.float().mT
+        o = o + quantize.interleave(p_tail) @ v_tail.mT if has_tail else o
         of_v = (a.v_scale, a.v_mean)
         v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in of_v)
         o = o[..., : v_mean.shape[3]] * inverse * v_scale + torch.where(l == 0, 0.0, v_mean)
@@ -201,13 +192,15 @@ def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
     q, n_kv = a.q, a.n_kv
     heads, unit = q.shape[1] // a.k.shape[1], a.scale * LOG2E
     k_hat, v_hat = (
-        phi_inverse(torch.stack([x & 15, x >> 4], -1).flatten(-2), e4m3).repeat_interleave(heads, 1)
+        quantize.phi_inverse(torch.stack([x & 15, x >> 4], -1).flatten(-2), e4m3)
         for x, e4m3 in ((a.k, a.k_blocks), (a.v, a.v_blocks))
     )
+    k_hat, v_hat = (x.repeat_interleave(heads, 1) for x in (k_hat, v_hat))
     block = torch.arange(q.shape[2], device=q.device) // Q_BLOCK
     q_smooth = q.float() - a.q_mean[:, :, block]
-    inverse, q_scale = power_of_two(q_smooth.abs().amax(3, keepdim=True))
-    q_hat = phi_inverse(*phi(pad(q_smooth * inverse)))[:, :, : q.shape[2]]
+    inverse, q_scale = quantize.power_of_two(q_smooth.abs().amax(3, keepdim=True))
+    codes = quantize.phi(quantize.pad(q_smooth * inverse))
+    q_hat = quantize.phi_inverse(*codes)[:, :, : q.shape[2]]
     c = q_scale * (a.k_scale.repeat_interleave(heads, 1) * unit)[..., None, None]
     x = (q_hat @ k_hat.mT)[..., :n_kv] * c + (a.delta[..., :n_kv].float() * unit)[:, :, block]
     x = masked(x, a.attn_mask, *a.band, LOG2E)
@@ -219,8 +212,8 @@ def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
     m = torch.where(m == -math.inf, 0.0, m)
     s1 = torch.exp2(m_tile - m)
     l = (p * s1).sum((-1, -2))[..., None]  # [B, H_q, N_q, 1]
-    o = (phi_inverse(*phi(p)) * s1).flatten(-2) @ v_hat.mT
+    o = (quantize.phi_inverse(*quantize.phi(p)) * s1).flatten(-2) @ v_hat.mT
     v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in (a.v_scale, a.v_mean))
-    o = o[..., : v_mean.shape[3]] * torch.where(l == 0, 0.0, divide(1.0, l)) * v_scale
+    o = o[..., : v_mean.shape[3]] * torch.where(l == 0, 0.0, quantize.divide(1.0, l)) * v_scale
     lse = (m[..., 0] + l.log2())[..., 0] / LOG2E
     return (o + torch.where(l == 0, 0.0, v_mean)).to(q.dtype), lse

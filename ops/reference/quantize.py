@@ -61,7 +61,7 @@ def quantize_k(
 def less_mean(k: Tensor, k_mean: Tensor, rotated: bool) -> Tensor:
     """k [B, H, N, D] - k_mean [B, H, D] in fp32; rotated: of its half, [B, H, N, D_pad]."""
     x = k.float() - k_mean[:, :, None]
-    return rotate((0.5 * pad(x, rows=False)).to(of_16_bits(k))) if rotated else x
+    return rotate(0.5 * pad(x, rows=False), k) if rotated else x
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +232,7 @@ def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """q [B, H, N, D] -> codes [B, H, N, D] (unpacked; rotated [.., D_pad]), q_scale [B, H, N, 1] in
     fp32, one value per group."""
     if recipe.rotated:
-        q = rotate(pad(q.to(of_16_bits(q)), rows=False))
+        q = rotate(pad(q, rows=False), q)
     n, (span, groups) = torch.arange(q.shape[2], device=q.device), recipe.sharing[:2]
     group = n // span * groups + n % groups
     count = (q.shape[2] + span - 1) // span * groups
@@ -240,10 +240,10 @@ def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     return codes, scale[:, :, group, None]
 
 
-def rotate(x: Tensor) -> Tensor:
-    """x [.., D_pad] of 16 bits -> x R in fp32: ../quantize/rotate.py."""
+def rotate(x: Tensor, like: Tensor) -> Tensor:
+    """x [.., D_pad], rounded to like's 16 bits -> x R in fp32: ../quantize/rotate.py."""
     # The product of a transposed x is traced as a view that x of other lengths does not have.
-    x = x.double().clone(memory_format=torch.contiguous_format)
+    x = x.to(of_16_bits(like)).double().clone(memory_format=torch.contiguous_format)
     return (x @ rotation(x.shape[-1], x.device)).float()
 
 

@@ -19,14 +19,7 @@ from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention, flatness
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.reference.quantize import (
-    divide,
-    estimate,
-    of_16_bits,
-    pad,
-    rotate,
-    turn_back,
-)
+from sage_inductor.ops.reference.quantize import divide, estimate, pad, rotate, turn_back
 from sage_inductor.ops.reference.training import LARGEST, quantize
 from sage_inductor.ops.visibility import FULL, Visibility
 
@@ -39,8 +32,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> t
     else:
         k_mean, v_mean = (estimate(x, shrink=False)[0] for x in (k, v))
         smoothed = smoothed - k_mean[:, :, None]
-    of_k = rotate((0.5 * pad(smoothed)).to(of_16_bits(k)))
-    of_q = rotate(pad(q.to(of_16_bits(q))))
+    of_k = rotate(0.5 * pad(smoothed), k)
+    of_q = rotate(pad(q), q)
     of_own = quantize(of_k[:, :, : of_k.shape[2] if is_causal else 0], shared=1)
     of_v = quantize(v, None if is_causal else v_mean, shared=1)
     none = k.new_empty(0, dtype=torch.float32)

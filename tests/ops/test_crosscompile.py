@@ -713,7 +713,7 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
 )
 def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(name, monkeypatch):
     tiles._unavailable.cache_clear()
-    monkeypatch.setattr(tiles, name, None)
+    monkeypatch.setattr(compat, name, None)
     assert "the Hopper kernel is tested with" in tiles.hopper_unavailable((9, 0))
     tiles._unavailable.cache_clear()
 

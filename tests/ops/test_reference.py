@@ -82,11 +82,11 @@ def test_a_rotation_is_orthogonal_and_spreads_what_is_strong_or_alike(D):
     """One channel over all of its 128, equally; and what all channels have, or every other one, of
     a power of two, over more than a fifth of them."""
     n = min(D, formats.ROTATED)
-    matrix = reference.rotate(torch.eye(D).bfloat16())
+    matrix = reference.rotate(torch.eye(D), torch.eye(D))
     assert_close(matrix @ matrix.mT, n * torch.eye(D), rtol=0, atol=0)
     assert matrix.abs().sum(1).eq(n).all() and matrix.abs().max() == 1
     alternating = 1.0 - 2.0 * (torch.arange(D) >> torch.arange(8)[:, None] & 1)
-    assert reference.rotate(alternating.bfloat16()).abs().max() <= n**0.5 * 2**0.5
+    assert reference.rotate(alternating, alternating).abs().max() <= n**0.5 * 2**0.5
 
 
 @pytest.mark.parametrize(
