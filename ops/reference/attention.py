@@ -3,7 +3,9 @@
 The scores of all heads are in memory at once: for studies of the accuracy, not for speed.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,19 +23,17 @@ OF_LISTS = "attn_mask", "tile_summary", "perm", "perm_k", "spans", "documents", 
 
 
 def attention(
-    a: AttentionCall, block_n: int = 128, walk: Tensor | None = None
+    a: AttentionCall, block_n: int = 128, as_read: Callable | None = None
 ) -> tuple[Tensor, Tensor]:
     """The kernel that `a.recipe` names, reading `block_n` keys at a time: out [B, H_q, N_q, D_v] of
-    q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. walk [B, H_q, tiles of 64
-    queries, n]: the n blocks that each tile reads, in their order, as 4 j + code; the code is the
-    Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists. A block is block_n
-    keys, or as many as divide it and the lists' blocks. With documents lse is of places:
-    [B, H_q, P]."""
+    q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. as_read: in the place of
+    `_as_listed`, for a kernel that reads blocks of keys in another order. With documents lse is of
+    places: [B, H_q, P]."""
     if a.spans is not None:
         return _of_documents(a, block_n)
     if a.perm is not None:
         in_order = a._replace(q=a.q.index_select(2, a.perm), perm=None)
-        (out, lse), back = attention(in_order, block_n, walk), a.perm.argsort()
+        (out, lse), back = attention(in_order, block_n, as_read), a.perm.argsort()
         return out.index_select(2, back), lse.index_select(2, back)
     if a.decoded.of_qk.block_scaled:
         return _block_scaled(a, block_n)
@@ -62,16 +62,13 @@ def attention(
         delta = a.delta.float() * (scale * LOG2E)
         x = x + delta.repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
     x = x[..., :n_kv]
-    if walk is not None:
-        x = masked(x, a.attn_mask, None, None, False, LOG2E)
-        n = block_n if a.blocks.size is None else math.gcd(block_n, a.blocks.block_kv)
-        walk = F.pad(walk, (0, -walk.shape[3] % (block_n // n)))  # whole steps, before a tail
-        x, keys = _as_walked(x, masked(x, None, *a.band), walk, n)
-    elif a.blocks.size is None:
+    if as_read is None and a.blocks.size is None:
         keys, x = None, masked(x, a.attn_mask, *a.band, LOG2E)
         x = F.pad(x, (0, k.shape[2] - n_kv), value=-math.inf)
     else:
-        x, keys = _as_listed(masked(x, a.attn_mask, None, None, False, LOG2E), a)
+        x = masked(x, a.attn_mask, None, None, False, LOG2E)
+        as_read = as_read or functools.partial(_as_listed, a.blocks)
+        x, keys = as_read(x, masked(x, None, *a.band))
     listed, has_tail = x.shape[3], a.tail_block is not None
     if has_tail:
         bias = a.tail_bias.repeat_interleave(heads, 1)[:, :, None]
@@ -150,14 +147,14 @@ def shift_of(m: Tensor, offset: float) -> Tensor:
     return m - torch.where(m.abs() < formats.LARGE, offset, of_large)
 
 
-def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
-    """x [B, H_q, N_q, N_kv] in the order in which each query's lists name the keys, -inf where they
-    name none, [B, H_q, N_q, all that they have room for]; and the keys, there 0."""
+def _as_listed(blocks: BlockLists, x: Tensor, x_banded: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, H_q, N_q, N_kv], or in partial blocks x_banded, in the order in which each query's
+    lists name the keys, -inf where they name none, [B, H_q, N_q, all that they have room for]; and
+    the keys, there 0."""
     n_q, n_kv = x.shape[2:]
-    block, (block_q, block_kv) = torch.arange(n_q, device=x.device), a.blocks.size
-    x_partial = masked(x, None, *a.band)
+    block, (block_q, block_kv) = torch.arange(n_q, device=x.device), blocks.size
     listed = []
-    for (count, index), each in [*zip(a.blocks.lists, (x_partial, x), strict=False)][::-1]:
+    for (count, index), each in [*zip(blocks.lists, (x_banded, x), strict=False)][::-1]:
         j = torch.arange(index.shape[3] * block_kv, device=x.device)
         key = index.long()[:, :, block // block_q].clamp(0, -(-n_kv // block_kv))
         key = key[..., j // block_kv] * block_kv + j % block_kv
@@ -173,18 +170,6 @@ def _unlisted(a: AttentionCall) -> Tensor:
     first = torch.arange(a.tail_k.shape[2], device=a.q.device) * a.tail_block
     times = how_often(a.blocks, a.q.shape[2], a.n_kv, None, None, False)
     return (times[..., first.clamp(max=a.n_kv - 1)] == 0) & (first < a.n_kv)
-
-
-def _as_walked(x: Tensor, x_banded: Tensor, walk: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
-    """x [B, H_q, N_q, N_kv] in the order of a walk, x_banded where its code is 1, -inf where it is
-    0 or beyond the keys; and the keys, there 0."""
-    n_q, n_kv = x.shape[2:]
-    entry = walk[:, :, torch.arange(n_q, device=x.device) // 64].repeat_interleave(block_n, 3)
-    key = entry // 4 * block_n + torch.arange(entry.shape[3], device=x.device) % block_n
-    seen = (entry % 4 > 0) & (key < n_kv)
-    key = torch.where(seen, key, 0)
-    x = torch.where(entry % 4 == 1, x_banded.gather(3, key), x.gather(3, key))
-    return x.masked_fill(~seen, -math.inf), key
 
 
 def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:

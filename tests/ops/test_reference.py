@@ -13,6 +13,7 @@ from pairs import pairs
 from support import attention_call, exactly, relative_l1, sdpa
 from torch.testing import assert_close
 
+from bench.providers import as_walked
 from sage_inductor.ops import formats
 from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED
@@ -328,7 +329,8 @@ def test_a_walk_back_through_all_blocks_is_attention():
     q, k, v = qkv(N_q=128, N_kv=150)
     a = attention_call(q, k, v, "sage2-8b", Visibility(band=Band(None, 40, False)))
     walk = torch.arange(4 * 2 + 1, 0, -4).expand(*q.shape[:2], 2, 3)
-    (out, lse), expected = emulation.attention(a, 64, walk), emulation.attention(a, 64)
+    as_read = functools.partial(as_walked, walk, 64)
+    (out, lse), expected = emulation.attention(a, 64, as_read), emulation.attention(a, 64)
     assert relative_l1(out, expected[0]) < 0.01
     assert_close(lse, expected[1])
 
