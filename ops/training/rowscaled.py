@@ -37,8 +37,8 @@ from torch import Tensor
 from sage_inductor.ops.attention_call import as_stored, empty_outputs, empty_stored
 from sage_inductor.ops.formats import TRAINING_BLOCK
 from sage_inductor.ops.launch import run
-from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
+from sage_inductor.ops.reference.rowscaled import Kept
 from sage_inductor.ops.training.gradients import check_trained, register_gradient
 from sage_inductor.ops.training.kernels import empty_codes
 

@@ -32,10 +32,10 @@ from sage_inductor.ops.attention.select import attention
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.quantize.cache import append_kv
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference.rowscaled import Kept
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sdpa import unsmoothed_lse
 from sage_inductor.ops.training import rowscaled

@@ -51,9 +51,9 @@ from sage_inductor.ops.constants import FP8_MAX, LOG2_FP8_MAX, LOG2E, TINY
 from sage_inductor.ops.formats import E4M3_MAX, NO_QUERY, OF_HALF, rotation_scale
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled
-from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import odd_of_rotation
+from sage_inductor.ops.reference.rowscaled import Kept, Operands
 
 NUM_WARPS = 4
 BOUNDS_ROWS = 1024
