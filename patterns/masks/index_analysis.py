@@ -227,11 +227,6 @@ def _select(analysis, node, x, dim, index):
     return _getitem(analysis, node, x, (*[slice(None)] * (_from_last(dim, rank) + rank), index))
 
 
-@rule("index")
-def _index(analysis, node, x, indices):
-    return _gather(analysis, node, x, tuple(indices))
-
-
 @rule("getitem")
 def _getitem(analysis, node, x, index):
     if not isinstance(value_of(x), torch.Tensor):
@@ -273,6 +268,7 @@ def _place(part, o: int, size) -> Affine | None:
     return Affine(as_int(start), {o: 1} if step else {}) if inside else None
 
 
+@rule("index")
 def _gather(analysis, node, x, index):
     """x[a, b, ...] with an index tensor for each dimension. The coordinates are what they hold."""
     shape, places = value_of(x).shape, {}

@@ -33,18 +33,11 @@ SYNONYMS = {
 CASTS = ("to", "_to_copy", "float", "double", "half", "bfloat16", "type", "type_as")
 SAME = (*CASTS, "contiguous", "clone", "expand", "lift_fresh_copy")
 # Seen through only to say why the call stays as it is.
-FOREIGN = {
-    "tanh": reasons.SOFTCAP(),
-    "cat": reasons.OTHER_LOGITS(),
-    **{
-        name: reasons.STANDS_BETWEEN(name)
-        for name in (
-            "abs", "add", "clamp", "clip", "exp", "getitem", "index", "max", "maximum", "min",
-            "minimum", "nan_to_num", "narrow", "pad", "permute", "pow", "relu", "sigmoid",
-            "slice", "softplus", "square", "sub", "transpose",
-        )
-    },
-}  # fmt: skip
+FOREIGN = {x: reasons.STANDS_BETWEEN(x) for x in (
+    "abs", "add", "clamp", "clip", "exp", "getitem", "index", "max", "maximum", "min", "minimum",
+    "nan_to_num", "narrow", "pad", "permute", "pow", "relu", "sigmoid", "slice", "softplus",
+    "square", "sub", "transpose",
+)} | {"tanh": reasons.SOFTCAP(), "cat": reasons.OTHER_LOGITS()}  # fmt: skip
 # Of FOREIGN.
 RESHAPING = ("cat", "getitem", "index", "narrow", "pad", "permute", "slice", "transpose")
 TRANSPOSING = ("transpose", "swapaxes", "swapdims", "permute", "mT", "getattr")
