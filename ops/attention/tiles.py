@@ -195,8 +195,8 @@ def hopper_unavailable(capability: tuple[int, int]) -> str | None:
 def _unavailable(version: str) -> str | None:
     oldest, newest = compat.GLUON
     known = oldest <= tuple(map(int, version.split(".")[:2])) <= newest
-    names = "gluon", "aggregate", "gluon_barrier", "reinterpret", "tma_load", "GluonDescriptor"
-    if known and None not in (getattr(compat, name) for name in names):
+    language = compat.gluon, compat.aggregate, compat.gluon_barrier, compat.reinterpret
+    if known and None not in (*language, compat.tma_load, compat.GluonDescriptor):
         return None
     return (
         f"the Hopper kernel is tested with Triton {compat.GLUON_VERSIONS}, not {version}: calls run"

@@ -151,10 +151,8 @@ def quantize_kv(
     k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe, tail_block: int | None = None,
     perm: Tensor | None = None, spans: Tensor | None = None, documents: Tensor | None = None,
 ) -> Prepared:  # fmt: skip
-    """k and, where the recipe quantizes it, v: by statistics of all rows or, in one pass, of a
-    sample. With a tail_block, for which visible must be given, of means, too. perm: the order of
-    what is made, and of visible, in which a v of 16 bits is already. spans, documents: of each
-    document by itself (documents.py)."""
+    """As ../quantize/op.py's launch_prepare: k and, where the recipe quantizes it, v, by statistics
+    of all rows or, in one pass, of a sample."""
     if spans is not None:
         return _of_documents(k, v, recipe, perm, spans)
     if perm is not None:

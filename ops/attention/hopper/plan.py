@@ -334,9 +334,6 @@ def _at(descriptor: GluonDescriptor, x: Tensor) -> GluonDescriptor:
 
 
 _DTYPES = {
-    torch.int8: gl.int8,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float32: gl.float32,
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-}
+    torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32,
+}  # fmt: skip
