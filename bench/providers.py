@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 
 import torch
@@ -208,8 +209,8 @@ def gate(case: Case, name: str, device: torch.device) -> float:
         a = a._replace(warpgroups=tile.warpgroups or 0)
         with _poisoned_empty():
             out = kernel.call(*a)
-        walk = walk_of(a, tile) if a.attn_mask is not None and tile.warpgroups else None
-        emulated = emulation.attention(a, tile.BLOCK_N, walk)[0].double()
+        as_read = walk_of(a, tile) if a.attn_mask is not None and tile.warpgroups else None
+        emulated = emulation.attention(a, tile.BLOCK_N, as_read)[0].double()
         errors.append(((out.double() - emulated).norm() / emulated.norm()).item())
     # max() would skip a NaN.
     return max(errors) if all(error == error for error in errors) else float("nan")
@@ -221,8 +222,9 @@ def tile_of(a: AttentionCall, case: Case, selected: Tile) -> Tile:
     return hopper_tile(a._replace(q=q, n_kv=case.N)) or selected
 
 
-def walk_of(a: AttentionCall, tile: Tile) -> torch.Tensor:
-    """What the Hopper kernel reads by lists, its own or the caller's, as the emulation takes it."""
+def walk_of(a: AttentionCall, tile: Tile) -> Callable:
+    """What the Hopper kernel reads by lists, its own or the caller's, as the emulation takes it. A
+    block is BLOCK_N keys, or as many as divide it and the caller's blocks."""
     from sage_inductor.ops.attention.hopper import plan  # imports Gluon, which may be missing
 
     given = {}
@@ -243,7 +245,24 @@ def walk_of(a: AttentionCall, tile: Tile) -> torch.Tensor:
         for wg in range(tile.warpgroups):
             code = read >> 2 * wg & 3
             walk[b, h, m * tile.warpgroups + wg, :count] = (read >> 6) * 4 + code
-    return walk.to(a.q.device)
+    n = tile.BLOCK_N if a.blocks.size is None else math.gcd(tile.BLOCK_N, a.blocks.block_kv)
+    walk = F.pad(walk, (0, -walk.shape[3] % (tile.BLOCK_N // n)))  # whole steps, before a tail
+    return functools.partial(as_walked, walk.to(a.q.device), n)
+
+
+def as_walked(
+    walk: torch.Tensor, n: int, x: torch.Tensor, x_banded: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [B, H_q, N_q, N_kv] in the order of a walk [B, H_q, tiles of 64 queries, entries] over
+    blocks of n keys, each 4 j + code; the code is the Hopper kernel's (hopper/tile_lists.py).
+    x_banded where it is 1, -inf where it is 0 or beyond the keys; and the keys, there 0."""
+    n_q, n_kv = x.shape[2:]
+    entry = walk[:, :, torch.arange(n_q, device=x.device) // 64].repeat_interleave(n, 3)
+    key = entry // 4 * n + torch.arange(entry.shape[3], device=x.device) % n
+    seen = (entry % 4 > 0) & (key < n_kv)
+    key = torch.where(seen, key, 0)
+    x = torch.where(entry % 4 == 1, x_banded.gather(3, key), x.gather(3, key))
+    return x.masked_fill(~seen, -math.inf), key
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import sysconfig
 import tempfile
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -225,18 +224,10 @@ def _compiled(kernel, grid: tuple, tensors: tuple, numbers: tuple, options: dict
 
 @functools.cache
 def library() -> concurrent.futures.Future:
-    """replay.cpp as a module of Python, from Triton's cache where it is there."""
-    future = concurrent.futures.Future()
+    """replay.cpp as a module of Python, from Triton's cache where it is there. `why_python` says
+    what the compiler or the loader raised."""
     # A program that ends before waits for it, once. In a forked child it never comes.
-    threading.Thread(target=_build, args=(future,), name="sage-replay").start()
-    return future
-
-
-def _build(future: concurrent.futures.Future) -> None:
-    try:
-        future.set_result(_load())
-    except Exception as error:  # noqa: BLE001  (the compiler's, the loader's: why_python says it)
-        future.set_exception(error)
+    return concurrent.futures.ThreadPoolExecutor(1, "sage-replay").submit(_load)
 
 
 def why_python() -> str:

@@ -112,8 +112,7 @@ CustomGraphPass = _take("torch._inductor.custom_graph_pass:CustomGraphPass",
     without='graphs of backend="inductor" with our pass are not cached')
 virtualized = _take("torch._inductor.virtualized:V",
     without="the pass cannot tell that AOTInductor compiles a package")
-default_store = _take("torch.distributed.distributed_c10d:_get_default_store",
-    optional=True,
+default_store = _take("torch.distributed.distributed_c10d:_get_default_store", optional=True,
     without="each rank times recipes for itself, and ranks may choose different ones")
 process_group = _of_ranks("torch.distributed.distributed_c10d:_resolve_process_group",
     without="sage::gather_sdpa cannot find its process group by name")
@@ -157,8 +156,7 @@ functorch = _take("torch._C:_functorch",
     without="tensors inside torch.func transforms cannot be told from others")
 encoder_layer = _take("torch:_transformer_encoder_layer_fwd",
     without="nn.TransformerEncoderLayer's fast path is not recognised")
-InstructionTranslator = _take("torch._dynamo.symbolic_convert:InstructionTranslator",
-    optional=True,
+InstructionTranslator = _take("torch._dynamo.symbolic_convert:InstructionTranslator", optional=True,
     without="the path of a module that an object holds (pipe.transformer) starts at the object")
 FakeTensorMode = _take("torch._subclasses.fake_tensor:FakeTensorMode",
     without="sage_inductor.attention cannot decide what becomes of a call")
@@ -188,8 +186,7 @@ constrain_to_fake_tensors = _take("torch._inductor.lowering:constrain_to_fake_te
     without="as add_layout_constraint")
 FallbackKernel = _take("torch._inductor.ir:FallbackKernel", without="as add_layout_constraint")
 TensorBox = _take("torch._inductor.ir:TensorBox", without="as add_layout_constraint")
-handles_of = _take("torch._C:_aoti.unsafe_alloc_void_ptrs_from_tensors",
-    optional=True,
+handles_of = _take("torch._C:_aoti.unsafe_alloc_void_ptrs_from_tensors", optional=True,
     without="calls in compiled models are submitted by Python, five times as slowly")
 tensors_of = _of_replay("torch._C:_aoti.alloc_tensors_by_stealing_from_void_ptrs")
 c_functions = _of_replay("torch:_C.__file__")
@@ -199,8 +196,7 @@ disable_compiled_autograd = _take("torch._dynamo.compiled_autograd:_disable",
     without="what a GPU is measured by would be compiled, by the thread that waits")
 exporting = _take("torch.export._trace:custom_triton_ops_decomposition_disabled",
     without="torch.export opens sage::sdpa, and a program holds kernels instead of the op")
-AsyncCompile = _take("torch._inductor.async_compile:AsyncCompile",
-    optional=True,
+AsyncCompile = _take("torch._inductor.async_compile:AsyncCompile", optional=True,
     without="kernels compile where they are first launched, one after the other")
 fused_sdp_choice = _take("torch:_fused_sdp_choice",
     optional=True, without="doctor does not name the backend that SDPA runs")
@@ -212,8 +208,7 @@ ExcludeDispatchKeyGuard = _take("torch._C:_ExcludeDispatchKeyGuard", without="as
 
 TensorDescriptor = _take("triton.tools.tensor_descriptor:TensorDescriptor",
     without="the portable kernel cannot be launched with TMA")
-gdc_wait = _take("triton.language.extra.cuda.gdc:gdc_wait",
-    optional=True,
+gdc_wait = _take("triton.language.extra.cuda.gdc:gdc_wait", optional=True,
     without="kernels of the preparation do not overlap (programmatic dependent launch)")
 gdc_launch_dependents = _take("triton.language.extra.cuda.gdc:gdc_launch_dependents",
     without="as gdc_wait", optional=True)

@@ -33,16 +33,10 @@ class Launch(NamedTuple):
 
 
 TYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv", torch.bool: "i1", torch.uint8: "u8",
+    torch.int8: "i8", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
 _BYTES = {"b8": 1, "u8": 1, "b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8}
 
 

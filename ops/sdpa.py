@@ -37,16 +37,7 @@ from sage_inductor.ops.recipe import Recipe, decode
 from sage_inductor.ops.reference.exact import masked
 from sage_inductor.ops.register import autocast, launched_by, opens
 from sage_inductor.ops.symbols import fix_head_dims
-from sage_inductor.ops.visibility import (
-    BLOCK_SIZES,
-    CAUSAL,
-    FULL,
-    NO_LISTS,
-    Band,
-    BlockLists,
-    Visibility,
-    seen_keys,
-)
+from sage_inductor.ops.visibility import BLOCK_SIZES, FULL, Band, BlockLists, Visibility, seen_keys
 
 
 class SdpaCall(NamedTuple):
@@ -367,12 +358,12 @@ def compose_prepare(
 ) -> list[Tensor]:
     """`prepare_kv`, as calls of the ops that it is made of."""
     r = decode(recipe)
-    visibility = _visibility(k, v, attn_mask, FULL, r)
+    visibility = _visibility(k, v, attn_mask, FULL, r, BlockLists(), None)
     return prepare(k, v, visibility, r).tensors()
 
 
 def _visibility(
-    k, v, attn_mask, band, recipe: Recipe, blocks: BlockLists = NO_LISTS, perm: Tensor | None = None
+    k, v, attn_mask, band: Band, recipe: Recipe, blocks: BlockLists, perm: Tensor | None
 ) -> Visibility:
     """What the tiles of queries see of the kernel that computes the call."""
     capability = None if k.device.type == "cpu" else gpus.capability(k.device)
@@ -426,7 +417,7 @@ def _backward(ctx, grad_out, _grad_lse):
     for i in needed:
         saved[i].requires_grad_()
     # With a scale that is not positive, CPU's causal SDPA gives NaN (torch 2.13).
-    is_causal = attn_mask is None and ctx.band == CAUSAL and ctx.scale > 0
+    is_causal = attn_mask is None and ctx.band == Band(right=0) and ctx.scale > 0
     with torch.enable_grad():
         if attn_mask is not None and attn_mask.dtype not in (torch.bool, torch.float32, q.dtype):
             attn_mask = attn_mask.float()  # SDPA takes no other; nothing is lost

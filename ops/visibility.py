@@ -43,8 +43,7 @@ BLOCK_SIZES = (64, 128, 192, 256)
 
 
 class Band(NamedTuple):
-    """Query i sees keys i - left .. i + right; None: no bound. bottom_right: the diagonal ends at
-    the last query and the last key (i + N_kv - N_q) instead of starting at the first of both."""
+    """Query i sees keys i - left .. i + right; bottom_right: i + N_kv - N_q in the place of i."""
 
     left: int | None = None
     right: int | None = None

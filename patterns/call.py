@@ -118,17 +118,12 @@ class Site:
 
     @classmethod
     def of(cls, call: Call, decision: Decision) -> "Site":
+        q, k = value_of(call.q), value_of(call.k)
+        dtype = str(getattr(call.out, "dtype", "?")).removeprefix("torch.")
         return cls(
-            module=module_path(call.node),
-            call=call.node.name,
-            spelling=call.spelling,
-            q=dims(value_of(call.q)),
-            k=dims(value_of(call.k)),
-            dtype=str(getattr(call.out, "dtype", "?")).removeprefix("torch."),
-            mask=mask_text(call),
-            decision=decision,
-            device=str(getattr(value_of(call.q), "device", "?")),
-        )
+            module_path(call.node), call.node.name, call.spelling, dims(q), dims(k), dtype,
+            mask_text(call), decision, str(getattr(q, "device", "?")),
+        )  # fmt: skip
 
     @property
     def recipe(self) -> str | None:

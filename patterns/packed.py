@@ -24,14 +24,7 @@ from sage_inductor.ops.symbols import guarded
 from sage_inductor.ops.visibility import Band
 from sage_inductor.patterns import fastvideo, graph, reasons, sla
 from sage_inductor.patterns.call import Call, other_dtype
-from sage_inductor.patterns.graph import (
-    Emitter,
-    GraphIndex,
-    as_float,
-    by_schema,
-    statically_true,
-    value_of,
-)
+from sage_inductor.patterns.graph import Emitter, GraphIndex, as_float, by_schema, value_of
 
 aten = torch.ops.aten
 # In the kernels of Hugging Face's hub the namespace says it: vllm_flash_attn3_<hash>.fwd.
@@ -117,7 +110,7 @@ def _unpack(call: Call, op: Node, given: dict, cu: list) -> None:
     call.scale = as_float(given.get("scale", given.get("softmax_scale")))
     call.enable_gqa = True
     cu_q, cu_k = cu
-    same = cu_k in (None, cu_q) and statically_true(q.shape[0] == k.shape[0])
+    same = cu_k in (None, cu_q) and graph.statically_true(q.shape[0] == k.shape[0])
     used = given.get("seqused_k")
     call.documents = cu_q, None if same and used is None else cu_k or cu_q, used
     call.dead = graph.left_over({op}, call.node)

@@ -33,13 +33,12 @@ from sage_inductor.ops.attention.visible_tiles import (
     tiles_of,
 )
 from sage_inductor.ops.attention_call import AttentionCall
-from sage_inductor.ops.constants import LN2, LOG2_FP4_MAX, LOG2E, Q_BLOCK
-from sage_inductor.ops.formats import FP4_BLOCK, pad_head_dim
+from sage_inductor.ops.constants import FP4_BLOCK, LN2, LOG2_FP4_MAX, LOG2E, Q_BLOCK
+from sage_inductor.ops.formats import pad_head_dim
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits
 from sage_inductor.ops.quantize.nvfp4 import block_scaled_dot, power_of_two, quantize_blocks
 
-_BLOCK = tl.constexpr(FP4_BLOCK)
 # Rows of k: the codes of one head are addressed by 32 bits. By 64 the loop spills a tenth more
 # (sm_100, a window, head_dim 128: 376 bytes a thread, not 312).
 MAX_KEYS = 2**24
@@ -96,17 +95,15 @@ def _attention_kernel(
 
     # -- where k and v are ----
     K += head_kv * N_pad * (BLOCK_D // 2)
-    K_e4m3 += head_kv * N_pad * (BLOCK_D // _BLOCK)
+    K_e4m3 += head_kv * N_pad * (BLOCK_D // FP4_BLOCK)
     V += head_kv * BLOCK_DV * (N_pad // 2)
-    V_e4m3 += head_kv * BLOCK_DV * (N_pad // _BLOCK)
+    V_e4m3 += head_kv * BLOCK_DV * (N_pad // FP4_BLOCK)
     k_ptrs = K + n[:, None] * (BLOCK_D // 2) + tl.arange(0, BLOCK_D // 2)[None, :]
-    k_e4m3_ptrs = n[:, None] * (BLOCK_D // _BLOCK) + tl.arange(0, BLOCK_D // _BLOCK)[None, :]
+    k_e4m3_ptrs = n[:, None] * (BLOCK_D // FP4_BLOCK) + tl.arange(0, BLOCK_D // FP4_BLOCK)[None, :]
     k_e4m3_ptrs = K_e4m3 + k_e4m3_ptrs
     v_ptrs = V + dv.to(tl.int64)[:, None] * (N_pad // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
-    v_e4m3_ptrs = (
-        dv.to(tl.int64)[:, None] * (N_pad // _BLOCK) + tl.arange(0, BLOCK_N // _BLOCK)[None, :]
-    )
-    v_e4m3_ptrs = V_e4m3 + v_e4m3_ptrs
+    n_e4m3 = tl.arange(0, BLOCK_N // FP4_BLOCK)[None, :]
+    v_e4m3_ptrs = V_e4m3 + (dv.to(tl.int64)[:, None] * (N_pad // FP4_BLOCK) + n_e4m3)
     Delta += block * N_pad
     mask_ptrs = Mask + b * stride_mb + h * stride_mh + n[None, :].to(tl.int64) * stride_mn
     if MASK == 2:
@@ -127,7 +124,7 @@ def _attention_kernel(
             column = j * BLOCK_N + n
             # -- s = q k^T ----
             k = tl.load(k_ptrs + j * (BLOCK_N * BLOCK_D // 2))
-            k_e4m3 = tl.load(k_e4m3_ptrs + j * (BLOCK_N * BLOCK_D // _BLOCK))
+            k_e4m3 = tl.load(k_e4m3_ptrs + j * (BLOCK_N * BLOCK_D // FP4_BLOCK))
             s = block_scaled_dot(q_fp4, q_e4m3, k, k_e4m3, zero, NATIVE)  # [BLOCK_M, BLOCK_N]
             delta = tl.load(Delta + column).to(tl.float32) * (SCALE * LOG2E)
             x = s * c[:, None] + delta[None, :]
@@ -156,7 +153,7 @@ def _attention_kernel(
             # -- o = p v ----
             p_fp4, p_e4m3 = quantize_blocks(p, NATIVE)
             v = tl.load(v_ptrs + j * (BLOCK_N // 2))
-            v_e4m3 = tl.load(v_e4m3_ptrs + j * (BLOCK_N // _BLOCK))
+            v_e4m3 = tl.load(v_e4m3_ptrs + j * (BLOCK_N // FP4_BLOCK))
             o = block_scaled_dot(p_fp4, p_e4m3, v, v_e4m3, zero, NATIVE)
             acc = acc * alpha[:, None] + o * s1[:, None]
 

@@ -14,18 +14,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from sage_inductor.ops import gpus
+from sage_inductor.ops import compat, gpus
 from sage_inductor.ops.call_shape import CallShape
-from sage_inductor.ops.compat import (
-    GLUON,
-    GLUON_VERSIONS,
-    GluonDescriptor,
-    aggregate,
-    gluon,
-    gluon_barrier,
-    reinterpret,
-    tma_load,
-)
 from sage_inductor.ops.recipe import Recipe
 
 
@@ -203,13 +193,13 @@ def hopper_unavailable(capability: tuple[int, int]) -> str | None:
 
 @functools.cache
 def _unavailable(version: str) -> str | None:
-    known = GLUON[0] <= tuple(map(int, version.split(".")[:2])) <= GLUON[1]
-    if known and None not in (
-        gluon, aggregate, gluon_barrier, reinterpret, tma_load, GluonDescriptor
-    ):  # fmt: skip
+    oldest, newest = compat.GLUON
+    known = oldest <= tuple(map(int, version.split(".")[:2])) <= newest
+    language = compat.gluon, compat.aggregate, compat.gluon_barrier, compat.reinterpret
+    if known and None not in (*language, compat.tma_load, compat.GluonDescriptor):
         return None
     return (
-        f"the Hopper kernel is tested with Triton {GLUON_VERSIONS}, not {version}: calls run"
+        f"the Hopper kernel is tested with Triton {compat.GLUON_VERSIONS}, not {version}: calls run"
         " in the portable kernel, about as fast as cuDNN. Install one of those, or a"
         " sage_inductor that is tested with yours"
     )

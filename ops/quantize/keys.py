@@ -141,9 +141,8 @@ def launch_k(
     k: Tensor, k_mean: Tensor, recipe: Recipe, visible: Tensor | None, run: Callable,
     pdl: bool = False, perm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> codes, k_scale: Prepared's. visible: as
-    in `smooth`; the other rows have no part in scales that they share with visible ones. perm: the
-    order of the codes and of visible (layout.py)."""
+    """k [B, H, N, D], any strides, k_mean [B, H, D] fp32 -> codes, k_scale: Prepared's. visible,
+    perm: as in op.py's launch_prepare."""
     B, H, N, D = k.shape
     D = int(D)  # a tile needs a number
     codes, k_scale = empty_k(k, recipe)

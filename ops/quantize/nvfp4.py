@@ -24,21 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sage_inductor.ops.constants import INF_BITS
-from sage_inductor.ops.formats import (
-    FP4_BLOCK,
-    OF_HIDDEN,
-    OF_HIDDEN_FP4,
-    PAD_N,
-    pad_head_dim,
-    pad_rows,
-)
+from sage_inductor.ops.constants import FP4_BLOCK, INF_BITS, OF_HIDDEN, OF_HIDDEN_FP4
+from sage_inductor.ops.formats import PAD_N, pad_head_dim, pad_rows
 from sage_inductor.ops.launch import doubled
 from sage_inductor.ops.quantize.codes import abs_bits, saturate
 
-_BLOCK = tl.constexpr(FP4_BLOCK)
 _NAN_E4M3 = tl.constexpr(0x7F)
-_OF_AMAX = tl.constexpr(OF_HIDDEN_FP4 / OF_HIDDEN)  # where rows saturate that do not count
 ROWS = 64  # of k or v that one program quantizes
 
 
@@ -85,7 +76,7 @@ def quantize_blocks(x, NATIVE: tl.constexpr):
     has the scale NaN."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    x = x.reshape([R, C // _BLOCK, _BLOCK])
+    x = x.reshape([R, C // FP4_BLOCK, FP4_BLOCK])
     bits = tl.max(abs_bits(x), 2)
     scale = bits.to(tl.float32, bitcast=True) * (1.0 / 6.0)
     code = to_minifloat(tl.where(scale < 448.0, scale, 448.0), 3, -6)
@@ -115,7 +106,7 @@ def decode_nvfp4(x_fp4, x_e4m3):
     x = tl.join(x & 15, x >> 4)  # [R, C / 2, 2]
     bits = ((x & 7) << 9) | ((x & 8) << 12)  # an fp16's, but for 14 less in the exponent's bias
     x = bits.to(tl.int16).to(tl.float16, bitcast=True) * 16384.0
-    x = x.reshape([R, C // _BLOCK, _BLOCK]) * from_e4m3(x_e4m3)[:, :, None]
+    x = x.reshape([R, C // FP4_BLOCK, FP4_BLOCK]) * from_e4m3(x_e4m3)[:, :, None]
     return x.reshape([R, C])
 
 
@@ -159,7 +150,8 @@ def _quantize_kernel(
     amax = tl.load(Amax + head * D + d, mask=d < D, other=0.0)
     x = x.to(tl.float32) - mean[None, :]
     if SATURATE:
-        x = saturate(x, amax[None, :] * _OF_AMAX)
+        # amax is OF_HIDDEN times that of the rows that count.
+        x = saturate(x, amax[None, :] * (OF_HIDDEN_FP4 / OF_HIDDEN))
     x = tl.where(mask, x, 0.0)
     if ALONG_N:
         inverse, scale = power_of_two(abs_bits(amax))
@@ -176,7 +168,7 @@ def _quantize_kernel(
         column = 0
     rows = (first + rows)[:, None] * columns + column
     tl.store(X_fp4 + rows // 2 + tl.arange(0, x_fp4.shape[1])[None, :], x_fp4)
-    tl.store(X_e4m3 + rows // _BLOCK + tl.arange(0, x_e4m3.shape[1])[None, :], x_e4m3)
+    tl.store(X_e4m3 + rows // FP4_BLOCK + tl.arange(0, x_e4m3.shape[1])[None, :], x_e4m3)
 
 
 def empty_nvfp4(x: Tensor, along_n: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,7 +177,7 @@ def empty_nvfp4(x: Tensor, along_n: bool) -> tuple[Tensor, Tensor, Tensor]:
     shape = pad_rows(N), pad_head_dim(int(D))
     R, C = reversed(shape) if along_n else shape
     x_fp4 = x.new_empty((B, H, R, C // 2), dtype=torch.uint8)
-    x_e4m3 = x.new_empty((B, H, R, C // FP4_BLOCK), dtype=torch.uint8)
+    x_e4m3 = x.new_empty((B, H, R, C // FP4_BLOCK.value), dtype=torch.uint8)
     return x_fp4, x_e4m3, x.new_empty((B, H, D) if along_n else (B, H), dtype=torch.float32)
 
 

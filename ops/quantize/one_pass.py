@@ -92,10 +92,8 @@ def launch_kv(
     pdl: bool = False, means: Means | None = None, perm: Tensor | None = None,
     documents: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> Prepared:  # fmt: skip
-    """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. Rows that are not
-    `visible` (as in `smooth`) have no part in statistics and scales and saturate. perm: the order
-    of the codes and of visible (layout.py). documents: spans, and those of each K_BLOCK
-    (documents.py), for v that is quantized.
+    """k [B, H, N, D] and, unless it is None, v [B, H, N, D_v], any strides. visible, perm and the
+    two of documents: as in op.py's launch_prepare.
 
     means: where those of k and v go, if visible is given.
     pdl: each kernel starts while the one before it ends (programmatic dependent launch, from sm_90

@@ -91,14 +91,12 @@ def launch_means(
     perm: as in launch_prepare."""
     (B, H, N, D), quantizes_v = k.shape, recipe.of_pv.dtype is not None
     T, rows, D_v = (N + block - 1) // block, visible_argument(visible, k.shape, k), int(v.shape[3])
+    of_k, of_v = (B, H, T, pad_head_dim(int(D))), (B, H, T, pad_head_dim(D_v))
     means = Means(
-        k.new_empty((B, H, T, pad_head_dim(int(D))), dtype=torch.float32),
-        v.new_empty(
-            (B, H, T, pad_head_dim(D_v)), dtype=torch.float32 if quantizes_v else of_16_bits(v)
-        ),
-        k.new_empty((B, H, pad_rows(T)), dtype=torch.float32),
-        block,
-    )
+        k.new_empty(of_k, dtype=torch.float32),
+        v.new_empty(of_v, dtype=torch.float32 if quantizes_v else of_16_bits(v)),
+        k.new_empty((B, H, pad_rows(T)), dtype=torch.float32), block,
+    )  # fmt: skip
     for x, mean in ((k, means.k), (v, means.v)):
         if not (quantizes_v and recipe.sharing.one_pass):
             x = ordered(x, perm) if quantizes_v or mean is means.k else x

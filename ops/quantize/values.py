@@ -183,8 +183,8 @@ def launch_v(
     perm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """v [B, H, N, D], any strides, v_mean and v_amax [B, H, D] fp32 -> codes (tokens interleaved in
-    sixteens), v_scale: Prepared's. saturate: some rows had no part in v_mean and v_amax. perm: the
-    order of the codes (layout.py)."""
+    sixteens), v_scale: Prepared's. saturate: some rows had no part in v_mean and v_amax. perm: as
+    in op.py's launch_prepare."""
     B, H, N, D = v.shape
     D = int(D)
     codes, v_scale = empty_v(v, recipe.of_pv)

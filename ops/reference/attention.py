@@ -3,7 +3,9 @@
 The scores of all heads are in memory at once: for studies of the accuracy, not for speed.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,17 +14,8 @@ from torch import Tensor
 from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import K_BLOCK, LOG2_FP4_MAX, LOG2E, Q_BLOCK, pad_rows
+from sage_inductor.ops.reference import quantize
 from sage_inductor.ops.reference.exact import how_often, masked
-from sage_inductor.ops.reference.quantize import (
-    divide,
-    interleave,
-    pad,
-    phi,
-    phi_inverse,
-    power_of_two,
-    quantize_q,
-    unpack,
-)
 from sage_inductor.ops.visibility import BlockLists, listed_keys
 
 # What a call by lists has that another has not.
@@ -30,31 +23,29 @@ OF_LISTS = "attn_mask", "tile_summary", "perm", "perm_k", "spans", "documents", 
 
 
 def attention(
-    a: AttentionCall, block_n: int = 128, walk: Tensor | None = None
+    a: AttentionCall, block_n: int = 128, as_read: Callable | None = None
 ) -> tuple[Tensor, Tensor]:
     """The kernel that `a.recipe` names, reading `block_n` keys at a time: out [B, H_q, N_q, D_v] of
-    q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. walk [B, H_q, tiles of 64
-    queries, n]: the n blocks that each tile reads, in their order, as 4 j + code; the code is the
-    Hopper kernel's (hopper/tile_lists.py), which makes it of mask and lists. A block is block_n
-    keys, or as many as divide it and the lists' blocks. With documents lse is of places:
-    [B, H_q, P]."""
+    q's dtype, lse [B, H_q, N_q] fp32, of the keys as they were quantized. as_read: in the place of
+    `_as_listed`, for a kernel that reads blocks of keys in another order. With documents lse is of
+    places: [B, H_q, P]."""
     if a.spans is not None:
         return _of_documents(a, block_n)
     if a.perm is not None:
         in_order = a._replace(q=a.q.index_select(2, a.perm), perm=None)
-        (out, lse), back = attention(in_order, block_n, walk), a.perm.argsort()
+        (out, lse), back = attention(in_order, block_n, as_read), a.perm.argsort()
         return out.index_select(2, back), lse.index_select(2, back)
     if a.decoded.of_qk.block_scaled:
         return _block_scaled(a, block_n)
     q, k, v, n_kv, recipe, pv = a.q, a.k, a.v, a.n_kv, a.decoded, a.decoded.of_pv
     quantized, scale, offset = pv.dtype is not None, a.scale_of_codes, math.log2(pv.largest)
     heads, N_q = q.shape[1] // k.shape[1], q.shape[2]
-    k = unpack(k) if recipe.of_qk.packed == 2 else k
+    k = quantize.unpack(k) if recipe.of_qk.packed == 2 else k
     v = v.repeat_interleave(heads, 1)
     q_smooth = q
     if a.q_mean is not None:
         q_smooth = q.float() - a.q_mean.float().repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
-    q_8bit, q_scale = quantize_q(q_smooth * math.copysign(1.0, scale), recipe)
+    q_8bit, q_scale = quantize.quantize_q(q_smooth * math.copysign(1.0, scale), recipe)
     q_scale = q_scale * (abs(scale) * LOG2E)
 
     def scores(k: Tensor, k_scale: Tensor) -> Tensor:
@@ -71,16 +62,13 @@ def attention(
         delta = a.delta.float() * (scale * LOG2E)
         x = x + delta.repeat_interleave(Q_BLOCK, 2)[:, :, :N_q]
     x = x[..., :n_kv]
-    if walk is not None:
-        x = masked(x, a.attn_mask, None, None, False, LOG2E)
-        n = block_n if a.blocks.size is None else math.gcd(block_n, a.blocks.block_kv)
-        walk = F.pad(walk, (0, -walk.shape[3] % (block_n // n)))  # whole steps, before a tail
-        x, keys = _as_walked(x, masked(x, None, *a.band), walk, n)
-    elif a.blocks.size is None:
+    if as_read is None and a.blocks.size is None:
         keys, x = None, masked(x, a.attn_mask, *a.band, LOG2E)
         x = F.pad(x, (0, k.shape[2] - n_kv), value=-math.inf)
     else:
-        x, keys = _as_listed(masked(x, a.attn_mask, None, None, False, LOG2E), a)
+        x = masked(x, a.attn_mask, None, None, False, LOG2E)
+        as_read = as_read or functools.partial(_as_listed, a.blocks)
+        x, keys = as_read(x, masked(x, None, *a.band))
     listed, has_tail = x.shape[3], a.tail_block is not None
     if has_tail:
         bias = a.tail_bias.repeat_interleave(heads, 1)[:, :, None]
@@ -100,7 +88,7 @@ def attention(
     m_last = m[..., -1:]
     rescale = torch.where(p > 0, torch.exp2(m - m_last), 0.0)
     l = (p * rescale).sum(-1, keepdim=True)  # [B, H_q, N_q, 1]
-    inverse = torch.where(l == 0, 0.0, divide(1.0, l))
+    inverse = torch.where(l == 0, 0.0, quantize.divide(1.0, l))
     dtype = torch.bfloat16 if v.dtype == torch.float32 else v.dtype
     p = p.to(dtype).float() * rescale
     if has_tail:
@@ -109,8 +97,8 @@ def attention(
     if keys is not None:
         p = p.new_zeros(*p.shape[:3], k.shape[2]).scatter_add(3, keys, p)
     if quantized:
-        o = interleave(p) @ v.float().mT
-        o = o + interleave(p_tail) @ v_tail.mT if has_tail else o
+        o = quantize.interleave(p) @ v.float().mT
+        o = o + quantize.interleave(p_tail) @ v_tail.mT if has_tail else o
         of_v = (a.v_scale, a.v_mean)
         v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in of_v)
         o = o[..., : v_mean.shape[3]] * inverse * v_scale + torch.where(l == 0, 0.0, v_mean)
@@ -159,14 +147,14 @@ def shift_of(m: Tensor, offset: float) -> Tensor:
     return m - torch.where(m.abs() < formats.LARGE, offset, of_large)
 
 
-def _as_listed(x: Tensor, a: AttentionCall) -> tuple[Tensor, Tensor]:
-    """x [B, H_q, N_q, N_kv] in the order in which each query's lists name the keys, -inf where they
-    name none, [B, H_q, N_q, all that they have room for]; and the keys, there 0."""
+def _as_listed(blocks: BlockLists, x: Tensor, x_banded: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, H_q, N_q, N_kv], or in partial blocks x_banded, in the order in which each query's
+    lists name the keys, -inf where they name none, [B, H_q, N_q, all that they have room for]; and
+    the keys, there 0."""
     n_q, n_kv = x.shape[2:]
-    block, (block_q, block_kv) = torch.arange(n_q, device=x.device), a.blocks.size
-    x_partial = masked(x, None, *a.band)
+    block, (block_q, block_kv) = torch.arange(n_q, device=x.device), blocks.size
     listed = []
-    for (count, index), each in [*zip(a.blocks.lists, (x_partial, x), strict=False)][::-1]:
+    for (count, index), each in [*zip(blocks.lists, (x_banded, x), strict=False)][::-1]:
         j = torch.arange(index.shape[3] * block_kv, device=x.device)
         key = index.long()[:, :, block // block_q].clamp(0, -(-n_kv // block_kv))
         key = key[..., j // block_kv] * block_kv + j % block_kv
@@ -184,30 +172,20 @@ def _unlisted(a: AttentionCall) -> Tensor:
     return (times[..., first.clamp(max=a.n_kv - 1)] == 0) & (first < a.n_kv)
 
 
-def _as_walked(x: Tensor, x_banded: Tensor, walk: Tensor, block_n: int) -> tuple[Tensor, Tensor]:
-    """x [B, H_q, N_q, N_kv] in the order of a walk, x_banded where its code is 1, -inf where it is
-    0 or beyond the keys; and the keys, there 0."""
-    n_q, n_kv = x.shape[2:]
-    entry = walk[:, :, torch.arange(n_q, device=x.device) // 64].repeat_interleave(block_n, 3)
-    key = entry // 4 * block_n + torch.arange(entry.shape[3], device=x.device) % block_n
-    seen = (entry % 4 > 0) & (key < n_kv)
-    key = torch.where(seen, key, 0)
-    x = torch.where(entry % 4 == 1, x_banded.gather(3, key), x.gather(3, key))
-    return x.masked_fill(~seen, -math.inf), key
-
-
 def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
     """nvfp4.py's kernel."""
     q, n_kv = a.q, a.n_kv
     heads, unit = q.shape[1] // a.k.shape[1], a.scale * LOG2E
     k_hat, v_hat = (
-        phi_inverse(torch.stack([x & 15, x >> 4], -1).flatten(-2), e4m3).repeat_interleave(heads, 1)
+        quantize.phi_inverse(torch.stack([x & 15, x >> 4], -1).flatten(-2), e4m3)
         for x, e4m3 in ((a.k, a.k_blocks), (a.v, a.v_blocks))
     )
+    k_hat, v_hat = (x.repeat_interleave(heads, 1) for x in (k_hat, v_hat))
     block = torch.arange(q.shape[2], device=q.device) // Q_BLOCK
     q_smooth = q.float() - a.q_mean[:, :, block]
-    inverse, q_scale = power_of_two(q_smooth.abs().amax(3, keepdim=True))
-    q_hat = phi_inverse(*phi(pad(q_smooth * inverse)))[:, :, : q.shape[2]]
+    inverse, q_scale = quantize.power_of_two(q_smooth.abs().amax(3, keepdim=True))
+    codes = quantize.phi(quantize.pad(q_smooth * inverse))
+    q_hat = quantize.phi_inverse(*codes)[:, :, : q.shape[2]]
     c = q_scale * (a.k_scale.repeat_interleave(heads, 1) * unit)[..., None, None]
     x = (q_hat @ k_hat.mT)[..., :n_kv] * c + (a.delta[..., :n_kv].float() * unit)[:, :, block]
     x = masked(x, a.attn_mask, *a.band, LOG2E)
@@ -219,8 +197,8 @@ def _block_scaled(a: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
     m = torch.where(m == -math.inf, 0.0, m)
     s1 = torch.exp2(m_tile - m)
     l = (p * s1).sum((-1, -2))[..., None]  # [B, H_q, N_q, 1]
-    o = (phi_inverse(*phi(p)) * s1).flatten(-2) @ v_hat.mT
+    o = (quantize.phi_inverse(*quantize.phi(p)) * s1).flatten(-2) @ v_hat.mT
     v_scale, v_mean = (x.repeat_interleave(heads, 1)[:, :, None] for x in (a.v_scale, a.v_mean))
-    o = o[..., : v_mean.shape[3]] * torch.where(l == 0, 0.0, divide(1.0, l)) * v_scale
+    o = o[..., : v_mean.shape[3]] * torch.where(l == 0, 0.0, quantize.divide(1.0, l)) * v_scale
     lse = (m[..., 0] + l.log2())[..., 0] / LOG2E
     return (o + torch.where(l == 0, 0.0, v_mean)).to(q.dtype), lse

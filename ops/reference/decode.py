@@ -45,7 +45,7 @@ def decode(
         return x.unflatten(-1, (splits, -1, block))
 
     # -- scores, in log2 units ----
-    q = (rotate(a.q) * rotation_scale(D)).to(a.q.dtype) if a.rotated else a.q
+    q = (rotate(a.q, a.q) * rotation_scale(D)).to(a.q.dtype) if a.rotated else a.q
     q = q.float().unflatten(1, (H_kv, -1)).flatten(2, 3)  # [B, H_kv, M, D]
     if a.k_scale is None:
         x = q @ read(a.k.float()).mT * (a.scale * LOG2E)

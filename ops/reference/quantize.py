@@ -61,7 +61,7 @@ def quantize_k(
 def less_mean(k: Tensor, k_mean: Tensor, rotated: bool) -> Tensor:
     """k [B, H, N, D] - k_mean [B, H, D] in fp32; rotated: of its half, [B, H, N, D_pad]."""
     x = k.float() - k_mean[:, :, None]
-    return rotate((0.5 * pad(x, rows=False)).to(of_16_bits(k))) if rotated else x
+    return rotate(0.5 * pad(x, rows=False), k) if rotated else x
 
 
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,10 +151,8 @@ def quantize_kv(
     k: Tensor, v: Tensor, visible: Tensor | None, recipe: Recipe, tail_block: int | None = None,
     perm: Tensor | None = None, spans: Tensor | None = None, documents: Tensor | None = None,
 ) -> Prepared:  # fmt: skip
-    """k and, where the recipe quantizes it, v: by statistics of all rows or, in one pass, of a
-    sample. With a tail_block, for which visible must be given, of means, too. perm: the order of
-    what is made, and of visible, in which a v of 16 bits is already. spans, documents: of each
-    document by itself (documents.py)."""
+    """As ../quantize/op.py's launch_prepare: k and, where the recipe quantizes it, v, by statistics
+    of all rows or, in one pass, of a sample."""
     if spans is not None:
         return _of_documents(k, v, recipe, perm, spans)
     if perm is not None:
@@ -232,7 +230,7 @@ def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """q [B, H, N, D] -> codes [B, H, N, D] (unpacked; rotated [.., D_pad]), q_scale [B, H, N, 1] in
     fp32, one value per group."""
     if recipe.rotated:
-        q = rotate(pad(q.to(of_16_bits(q)), rows=False))
+        q = rotate(pad(q, rows=False), q)
     n, (span, groups) = torch.arange(q.shape[2], device=q.device), recipe.sharing[:2]
     group = n // span * groups + n % groups
     count = (q.shape[2] + span - 1) // span * groups
@@ -240,10 +238,10 @@ def quantize_q(q: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     return codes, scale[:, :, group, None]
 
 
-def rotate(x: Tensor) -> Tensor:
-    """x [.., D_pad] of 16 bits -> x R in fp32: ../quantize/rotate.py."""
+def rotate(x: Tensor, like: Tensor) -> Tensor:
+    """x [.., D_pad], rounded to like's 16 bits -> x R in fp32: ../quantize/rotate.py."""
     # The product of a transposed x is traced as a view that x of other lengths does not have.
-    x = x.double().clone(memory_format=torch.contiguous_format)
+    x = x.to(of_16_bits(like)).double().clone(memory_format=torch.contiguous_format)
     return (x @ rotation(x.shape[-1], x.device)).float()
 
 

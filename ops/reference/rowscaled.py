@@ -1,5 +1,6 @@
 """The bit-faithful emulation of ``sage::rowscaled`` (ops/training) in plain PyTorch: its forward,
-what its backward reads (hopper/prepare.py), and the backward (hopper/backward_kernels.py).
+what its backward reads (hopper/prepare.py), and the backward (hopper/backward_kernels.py, whose
+letters these are); and the tensors that op, kernels and emulation share.
 
 The scores of all heads are in memory at once: for studies of the accuracy, not for speed. Sums of
 the backward are in fp64: the tensor cores' 13 bits, added up every few blocks, are not emulated.
@@ -7,6 +8,7 @@ the backward are in fp64: the tensor cores' 13 bits, added up every few blocks, 
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,20 +17,50 @@ from torch import Tensor
 from sage_inductor.ops import formats
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.formats import E4M3_MAX, LOG2E, OF_HALF, TINY
-from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
 from sage_inductor.ops.reference.attention import attention, flatness
 from sage_inductor.ops.reference.exact import masked
-from sage_inductor.ops.reference.quantize import (
-    divide,
-    estimate,
-    of_16_bits,
-    pad,
-    rotate,
-    turn_back,
-)
+from sage_inductor.ops.reference.quantize import divide, estimate, pad, rotate, turn_back
 from sage_inductor.ops.reference.training import LARGEST, quantize
 from sage_inductor.ops.visibility import FULL, Visibility
+
+
+class Kept(NamedTuple):
+    """What ``sage::rowscaled`` keeps for its backward, beside out. M_pad: pad_rows of N_q."""
+
+    stats: Tensor  # [2, B, H_q, N_q] fp32: lse (natural log) and the largest score (log2 units)
+    q: Tensor  # [B, H_q, M_pad, D_pad] INT8, rotated
+    q_scale: Tensor  # [B, H_q, M_pad] fp32
+    k: Tensor  # [B, H_kv, N_pad, D_pad] INT8, rotated, of k less its mean; causal: of k
+    k_scale: Tensor  # [B, H_kv, N_pad / TRAINING_BLOCK] fp32
+    k_own: Tensor  # causal: the same once more, by one scale a row; others: [.., 0, D_pad]
+    k_own_scale: Tensor  # [B, H_kv, N_pad or 0] fp32
+    v: Tensor  # [B, H_kv, N_pad, D_pad] INT8, of v less its mean; causal: of v
+    v_scale: Tensor  # [B, H_kv, N_pad] fp32
+    v_mean: Tensor  # [B, H_kv, D] fp32, estimated; causal, where none is taken off: [.., 0]
+
+    @property
+    def is_causal(self) -> bool:
+        return self.k_own.shape[2] != 0
+
+
+class Operands(NamedTuple):
+    """What the kernels of the backward read beside Kept: training/hopper/prepare.py makes it."""
+
+    g: Tensor  # [B, H_q, M_pad, BLOCK_D] INT8: dO
+    qt: Tensor  # [B, H_kv, BLOCK_D, group M_pad] E4M3, tokens permuted; so the next two
+    ot: Tensor
+    kt: Tensor  # [B, H_kv, BLOCK_D, N_pad]
+    kt_own: Tensor  # causal: of k_own; others: kt
+    vectors: Tensor  # [3, B, H_q, M_pad] fp32: q's scale with the softmax's, m - log2 448, delta
+    row_scale: Tensor  # [B, H_q, M_pad] fp32: r c^k
+    v_scale: Tensor  # [B, H_kv, N_pad] fp32: vs / beta
+    qt_scale: Tensor  # [B, H_kv] fp32: c^q
+    ot_scale: Tensor  # c^o
+    # What dQ's kernel reads for the last two of vectors, and for v_scale: causal, others.
+    m: Tensor  # [B, H_q, M_pad] fp32: m - log2 448 + log2 beta_i
+    delta: Tensor  # [B, H_q, M_pad] fp32: without beta
+    v_scale_of_dq: Tensor  # [B, H_kv, N_pad] fp32: vs ks
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Kept]:
@@ -39,8 +71,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> t
     else:
         k_mean, v_mean = (estimate(x, shrink=False)[0] for x in (k, v))
         smoothed = smoothed - k_mean[:, :, None]
-    of_k = rotate((0.5 * pad(smoothed)).to(of_16_bits(k)))
-    of_q = rotate(pad(q.to(of_16_bits(q))))
+    of_k = rotate(0.5 * pad(smoothed), k)
+    of_q = rotate(pad(q), q)
     of_own = quantize(of_k[:, :, : of_k.shape[2] if is_causal else 0], shared=1)
     of_v = quantize(v, None if is_causal else v_mean, shared=1)
     none = k.new_empty(0, dtype=torch.float32)
@@ -135,23 +167,15 @@ def prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float) -> Operands:
         largest_k = kept.k_scale.amax(2)
         row_scale = wa * to_heads(beta * (OF_HALF * scale / E4M3_MAX) * (largest_k / to_fp8))
         kt = kt_own = _turned(turn_back(kept.k), k_scale * (to_fp8 / largest_k)[:, :, None], 1)
-        of_dq = m, delta / to_heads(beta), kept.v_scale / beta[:, :, None]
+        of_dq = None
     softmax_scale = scale * formats.rotation_scale(kept.q.shape[3]) * LOG2E
     of_x = kept.q_scale[:, :, :N_q] * softmax_scale * flat
     vectors = torch.stack((pad_places(of_x), m, delta / to_heads(beta)))
-    return Operands(
-        g8,
-        _turned(turn_back(kept.q), wa * kept.q_scale * (to_fp8 / to_heads(largest_q)), group),
-        _turned(g8, wa * (to_fp8 / to_heads(largest)), group),
-        kt,
-        kt_own,
-        vectors,
-        row_scale,
-        kept.v_scale / beta[:, :, None],
-        largest_q * (c * scale * beta),
-        largest * c,
-        *of_dq,
-    )
+    qt = _turned(turn_back(kept.q), wa * kept.q_scale * (to_fp8 / to_heads(largest_q)), group)
+    ot = _turned(g8, wa * (to_fp8 / to_heads(largest)), group)
+    scales = kept.v_scale / beta[:, :, None], largest_q * (c * scale * beta), largest * c
+    of_dq = of_dq or (*vectors[1:], scales[0])
+    return Operands(g8, qt, ot, kt, kt_own, vectors, row_scale, *scales, *of_dq)
 
 
 def gradients(

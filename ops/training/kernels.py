@@ -318,12 +318,8 @@ def _over_rows_kernel(
         lse = tl.load(Lse + head * N_q + rows, mask=rows < N_q, other=float("inf"))
         x = tl.exp2(s - lse[None, :])
         if not OF_V:
-            grad = (
-                Grad
-                + b * stride_gb
-                + (head - b * H_q) * stride_gh
-                + rows.to(tl.int64)[:, None] * stride_gn
-            )
+            grad = Grad + b * stride_gb + (head - b * H_q) * stride_gh
+            grad = grad + rows.to(tl.int64)[:, None] * stride_gn
             there = (rows < N_q)[:, None] & (d < D)[None, :]
             grad = tl.load(grad + d.to(tl.int64)[None, :] * stride_gd, mask=there, other=0.0)
             delta = tl.load(Delta + head * N_q + rows, mask=rows < N_q, other=0.0)

@@ -28,7 +28,6 @@ Shapes: B batch, H_q and H_kv heads, N_q and N_kv sequence, D head_dim; M_pad, N
 hopper/prepare.py.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -37,8 +36,8 @@ from torch import Tensor
 from sage_inductor.ops.attention_call import as_stored, empty_outputs, empty_stored
 from sage_inductor.ops.formats import TRAINING_BLOCK
 from sage_inductor.ops.launch import run
-from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
+from sage_inductor.ops.reference.rowscaled import Kept
 from sage_inductor.ops.training.gradients import check_trained, register_gradient
 from sage_inductor.ops.training.kernels import empty_codes
 
@@ -84,22 +83,19 @@ def rowscaled_backward(
 
 
 def _launch(run: Callable, gpu, *given) -> tuple[Tensor, ...]:
-    return _hopper().launch(run, gpu, *given)
+    from sage_inductor.ops.training.hopper import launches  # imports Gluon, which may be missing
+
+    return launches.launch(run, gpu, *given)
 
 
 def _launch_backward(run: Callable, _gpu, grad: Tensor, out: Tensor, *given) -> tuple[Tensor, ...]:
+    from sage_inductor.ops.training.hopper import launches
+
     *kept, n_kv, scale, out_bnhd = given
     kept = Kept(*kept)
     gradients = _empty_gradients(out, kept.k, n_kv, out_bnhd)
-    _hopper().launch_backward(grad, out, kept, scale, *gradients, run)
+    launches.launch_backward(grad, out, kept, scale, *gradients, run)
     return gradients
-
-
-@functools.cache
-def _hopper():
-    from sage_inductor.ops.training.hopper import launches  # imports Gluon, which may be missing
-
-    return launches
 
 
 def _check(q, k, v, is_causal, scale) -> None:

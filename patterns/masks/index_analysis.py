@@ -227,11 +227,6 @@ def _select(analysis, node, x, dim, index):
     return _getitem(analysis, node, x, (*[slice(None)] * (_from_last(dim, rank) + rank), index))
 
 
-@rule("index")
-def _index(analysis, node, x, indices):
-    return _gather(analysis, node, x, tuple(indices))
-
-
 @rule("getitem")
 def _getitem(analysis, node, x, index):
     if not isinstance(value_of(x), torch.Tensor):
@@ -273,6 +268,7 @@ def _place(part, o: int, size) -> Affine | None:
     return Affine(as_int(start), {o: 1} if step else {}) if inside else None
 
 
+@rule("index")
 def _gather(analysis, node, x, index):
     """x[a, b, ...] with an index tensor for each dimension. The coordinates are what they hold."""
     shape, places = value_of(x).shape, {}
@@ -319,20 +315,20 @@ def _pointwise(analysis, node, *args):
         return None
     if all(isinstance(fact, TwoValued) for fact in facts):
         values, dtype = [value_of(arg) for arg in args], value_of(node).dtype
-        return combine(lambda *ns: _evaluate(POINTWISE[name], ns, values, dtype), facts)
+        return combine(lambda *ns: evaluate(POINTWISE[name], ns, values, dtype), facts)
     facts = [_as_index(fact) for fact in facts]
     if None in facts or name in LOGIC:
         return None
     return _compare(analysis, node, name, *facts) if name in COMPARE else _calculate(name, facts)
 
 
-def _evaluate(function, numbers, values, dtype):
+def evaluate(function, numbers, values, dtype):
     """What torch makes of numbers that stand for `values`; None if the result is not `dtype`."""
     with unset_fake_temporarily():
         tensors = [
             torch.full((1,) * bool(value.dim()), number, dtype=value.dtype, device="cpu")
             if isinstance(value, torch.Tensor)
-            else number
+            else type(value)(number)
             for number, value in zip(numbers, values, strict=True)
         ]
         out = function(*tensors)
@@ -402,6 +398,6 @@ def _copy(analysis, node, x, *_, **__):
     if not finite and not after.dtype.is_floating_point and after.dtype != torch.bool:
         return None
     return combine(
-        lambda number: _evaluate(lambda t: t.to(after.dtype), [number], [before], after.dtype),
+        lambda number: evaluate(lambda t: t.to(after.dtype), [number], [before], after.dtype),
         [fact],
     )

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from sage_inductor.ops import compat
 from sage_inductor.ops.symbols import equal, specialised
 from sage_inductor.patterns import graph, reasons
 from sage_inductor.patterns.graph import arguments, op_name, order_of, value_of
+from sage_inductor.patterns.masks.index_analysis import evaluate
 from sage_inductor.patterns.reasons import Reason
 
 SOFTMAX = ("softmax", "_softmax", "special_softmax")
@@ -33,18 +33,11 @@ SYNONYMS = {
 CASTS = ("to", "_to_copy", "float", "double", "half", "bfloat16", "type", "type_as")
 SAME = (*CASTS, "contiguous", "clone", "expand", "lift_fresh_copy")
 # Seen through only to say why the call stays as it is.
-FOREIGN = {
-    "tanh": reasons.SOFTCAP(),
-    "cat": reasons.OTHER_LOGITS(),
-    **{
-        name: reasons.STANDS_BETWEEN(name)
-        for name in (
-            "abs", "add", "clamp", "clip", "exp", "getitem", "index", "max", "maximum", "min",
-            "minimum", "nan_to_num", "narrow", "pad", "permute", "pow", "relu", "sigmoid",
-            "slice", "softplus", "square", "sub", "transpose",
-        )
-    },
-}  # fmt: skip
+FOREIGN = {x: reasons.STANDS_BETWEEN(x) for x in (
+    "abs", "add", "clamp", "clip", "exp", "getitem", "index", "max", "maximum", "min", "minimum",
+    "nan_to_num", "narrow", "pad", "permute", "pow", "relu", "sigmoid", "slice", "softplus",
+    "square", "sub", "transpose",
+)} | {"tanh": reasons.SOFTCAP(), "cat": reasons.OTHER_LOGITS()}  # fmt: skip
 # Of FOREIGN.
 RESHAPING = ("cat", "getitem", "index", "narrow", "pad", "permute", "slice", "transpose")
 TRANSPOSING = ("transpose", "swapaxes", "swapdims", "permute", "mT", "getattr")
@@ -566,23 +559,12 @@ OF_NUMBERS = {x: getattr(torch, x) for x in (
 
 
 def _calculated(name: str, x: Node) -> float | None:
-    """What torch makes of numbers, torch is asked."""
-    numbers = [_number(each) for each in x.args]
+    numbers, made = [_number(each) for each in x.args], value_of(x)
     if x.kwargs or None in numbers:
         return None
-    values = [value_of(each) for each in x.args]
-    made = value_of(x).dtype
-    with compat.unset_fake_temporarily():
-        operands = [
-            torch.tensor(number, dtype=made)
-            if _name(x).startswith(OF_NUMPY)
-            else torch.tensor(number, dtype=value.dtype)
-            if isinstance(value, torch.Tensor)
-            else type(value)(number)
-            for number, value in zip(numbers, values, strict=True)
-        ]
-        out = OF_NUMBERS[name](*operands)
-        return out.item() if out.dtype == made else None
+    is_numpys = _name(x).startswith(OF_NUMPY)
+    values = [made if is_numpys else value_of(each) for each in x.args]
+    return evaluate(OF_NUMBERS[name], numbers, values, made.dtype)
 
 
 def _is_written(x: Node) -> bool:

@@ -280,17 +280,16 @@ def _exact_out(q, k, v, attn_mask, band: Band, scale: float) -> Tensor:
     (B, H, N_q, _), N_kv = q.shape, k.shape[2]
     if attn_mask is not None:
         attn_mask = attn_mask.expand(B, H, N_q, N_kv)
-    left, right, bottom_right = band
+    left, right = band.from_the_top(N_q, N_kv)
     rows = max(1, MAX_SCORES // (B * N_kv))
     out = torch.empty(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
     for h, first in itertools.product(range(H), range(0, N_q, rows)):
         part = slice(None), slice(h, h + 1), slice(first, first + rows)
         kv = slice(None), slice(h // (H // k.shape[1]), h // (H // k.shape[1]) + 1)
-        at = first + (N_kv - N_q if bottom_right else 0)  # where row 0 of this part is
         with torch.autocast(q.device.type, enabled=False):
             out[part], _ = attention_exact(
                 q[part], k[kv], v[kv], scale, None if attn_mask is None else attn_mask[part],
-                None if left is None else left - at, None if right is None else right + at,
+                None if left is None else left - first, None if right is None else right + first,
             )  # fmt: skip
     return out
 

@@ -32,10 +32,10 @@ from sage_inductor.ops.attention.select import attention
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compile import describe
 from sage_inductor.ops.formats import Prepared
-from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.quantize.cache import append_kv
 from sage_inductor.ops.quantize.op import empty_kv, quantize_kv
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference.rowscaled import Kept
 from sage_inductor.ops.register import LAUNCHES
 from sage_inductor.ops.sdpa import unsmoothed_lse
 from sage_inductor.ops.training import rowscaled
@@ -541,6 +541,9 @@ def test_nothing_keeps_a_tensor(with_torch, on_cpu):
     assert [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in outputs] == [2] * 6
 
 
+LIBRARY = replay.library.__wrapped__  # fixtures put another in its place
+
+
 def slower(caplog) -> list[str]:
     """The report's lines that say so; the warnings say the same, each once."""
     found = [line for line in str(sage_inductor.report()).splitlines() if replay.BY_PYTHON in line]
@@ -549,9 +552,9 @@ def slower(caplog) -> list[str]:
 
 
 def test_without_a_compiler_python_submits_and_says_so(on_cpu, with_torch, monkeypatch, caplog):
-    built = concurrent.futures.Future()
     monkeypatch.setattr(replay, "_load", lambda: 1 / 0)
-    replay._build(built)
+    built = LIBRARY()
+    concurrent.futures.wait([built])
     monkeypatch.setattr(replay, "library", lambda: built)
     given = draw(2, 100)
     notes.warn_once.cache_clear()
@@ -673,7 +676,7 @@ def test_its_compilation_is_waited_for_by_none(monkeypatch):
         return "a module"
 
     monkeypatch.setattr(replay, "_load", load)
-    library = functools.cache(replay.library.__wrapped__)
+    library = functools.cache(LIBRARY)
     future = library()
     assert started.wait(600)
     waits = not future.done() and library() is future

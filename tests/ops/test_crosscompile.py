@@ -713,7 +713,7 @@ def test_hopper_kernel_falls_back_where_gluon_is_another(monkeypatch, caplog):
 )
 def test_a_name_of_gluon_that_is_gone_costs_the_hopper_kernel_alone(name, monkeypatch):
     tiles._unavailable.cache_clear()
-    monkeypatch.setattr(tiles, name, None)
+    monkeypatch.setattr(compat, name, None)
     assert "the Hopper kernel is tested with" in tiles.hopper_unavailable((9, 0))
     tiles._unavailable.cache_clear()
 
@@ -1007,9 +1007,8 @@ def test_the_kernel_is_that_of_the_wider_head_dim(monkeypatch):
     monkeypatch.setattr(of_sdpa, "select", lambda *given: asked.append(given) or select(*given))
     for D, D_v in ((64, 200), (200, 64)):
         q, v = torch.randn(1, 2, 8, D), torch.randn(1, 2, 8, D_v)
-        a = of_sdpa.attention_call(
-            q, q, v, None, of_sdpa._visibility(q, v, None, FULL, recipe), 1.0, recipe
-        )
+        seen = of_sdpa._visibility(q, v, None, FULL, recipe, BlockLists(), None)
+        a = of_sdpa.attention_call(q, q, v, None, seen, 1.0, recipe)
         assert asked.pop() == (None, recipe, 200, False, None, False)
         shape = a.shape(q.device)
         assert (shape.head_dim, shape.capability, shape.q[3], shape.v[3]) == (200, None, D, D_v)

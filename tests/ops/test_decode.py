@@ -171,7 +171,7 @@ def by_hand(a: DecodeCall) -> tuple[Tensor, Tensor]:
     k = k if a.k_scale is None else k * a.k_scale.double()[..., None]
     v = v if a.v_scale is None else v * a.v_scale.double()[..., None]
     if a.rotated:  # q k^T of what was rotated: (q R) (k R / 2)^T = n / 2 q k^T
-        q, k = rotate(a.q).double(), k * (OF_HALF / min(D, 128))
+        q, k = rotate(a.q, a.q).double(), k * (OF_HALF / min(D, 128))
     out, lse = q.new_zeros(B, H_q, N_q, D_v), q.new_full((B, H_q, N_q), -math.inf)
     for b in range(B):
         start, end = (int(x.expand(B)[b].clamp(0, N)) for x in (a.start, a.end))

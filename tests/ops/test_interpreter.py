@@ -708,7 +708,7 @@ def test_codes_by_each_kind_of_scales(D):
     assert_close(mean, reference.smooth(k)[0])
     own, own_scale = by_row = empty_codes(k, shared=1)
     codes, scale, _ = launch_quantize(k, rotated=0.5, own=by_row, run=run)
-    half = reference.rotate((0.5 * of_training.pad(k.float())).to(k.dtype))
+    half = reference.rotate(0.5 * of_training.pad(k.float()), k)
     for found, of, shared, x, taken in (
         (*launch_quantize(k, mean, shared=1, run=run)[:2], 1, k, mean),
         (codes, scale, 64, half, None), (own, own_scale, 1, half, None),

@@ -32,10 +32,10 @@ from sage_inductor.ops import compile as compile_module
 from sage_inductor.ops.attention import select
 from sage_inductor.ops.compat import ptxas_version, virtualized
 from sage_inductor.ops.compile import Compilation, compile_elsewhere, describe, travels
-from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.quantize import smooth
 from sage_inductor.ops.quantize.one_pass import launch_kv
 from sage_inductor.ops.recipe import NAMED
+from sage_inductor.ops.reference.rowscaled import Kept
 from sage_inductor.ops.sdpa import SdpaCall
 from sage_inductor.ops.training import rowscaled
 from sage_inductor.ops.visibility import BlockLists

@@ -13,6 +13,7 @@ from pairs import pairs
 from support import attention_call, exactly, relative_l1, sdpa
 from torch.testing import assert_close
 
+from bench.providers import as_walked
 from sage_inductor.ops import formats
 from sage_inductor.ops.quantize.smooth import smooth_q
 from sage_inductor.ops.recipe import NAMED
@@ -82,11 +83,11 @@ def test_a_rotation_is_orthogonal_and_spreads_what_is_strong_or_alike(D):
     """One channel over all of its 128, equally; and what all channels have, or every other one, of
     a power of two, over more than a fifth of them."""
     n = min(D, formats.ROTATED)
-    matrix = reference.rotate(torch.eye(D).bfloat16())
+    matrix = reference.rotate(torch.eye(D), torch.eye(D))
     assert_close(matrix @ matrix.mT, n * torch.eye(D), rtol=0, atol=0)
     assert matrix.abs().sum(1).eq(n).all() and matrix.abs().max() == 1
     alternating = 1.0 - 2.0 * (torch.arange(D) >> torch.arange(8)[:, None] & 1)
-    assert reference.rotate(alternating.bfloat16()).abs().max() <= n**0.5 * 2**0.5
+    assert reference.rotate(alternating, alternating).abs().max() <= n**0.5 * 2**0.5
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,8 @@ def test_a_walk_back_through_all_blocks_is_attention():
     q, k, v = qkv(N_q=128, N_kv=150)
     a = attention_call(q, k, v, "sage2-8b", Visibility(band=Band(None, 40, False)))
     walk = torch.arange(4 * 2 + 1, 0, -4).expand(*q.shape[:2], 2, 3)
-    (out, lse), expected = emulation.attention(a, 64, walk), emulation.attention(a, 64)
+    as_read = functools.partial(as_walked, walk, 64)
+    (out, lse), expected = emulation.attention(a, 64, as_read), emulation.attention(a, 64)
     assert relative_l1(out, expected[0]) < 0.01
     assert_close(lse, expected[1])
 

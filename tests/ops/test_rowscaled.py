@@ -21,11 +21,10 @@ from bench import gradients
 from bench.laboratory import draw
 from sage_inductor.ops import gpus, launch
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.operands import Kept
 from sage_inductor.ops.reference import rowscaled as reference
 from sage_inductor.ops.reference import training as of_training
 from sage_inductor.ops.reference.quantize import estimate, sample_rows
-from sage_inductor.ops.reference.rowscaled import permute_tokens
+from sage_inductor.ops.reference.rowscaled import Kept, permute_tokens
 from sage_inductor.ops.training import rowscaled
 
 pytestmark = pytest.mark.usefixtures("poisoned")

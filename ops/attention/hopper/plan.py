@@ -18,13 +18,8 @@ from triton.experimental.gluon import language as gl
 
 from sage_inductor.ops import gpus
 from sage_inductor.ops.attention import tiles
+from sage_inductor.ops.attention.hopper import tile_lists
 from sage_inductor.ops.attention.hopper.kernel import _combine_kernel, _hopper_kernel
-from sage_inductor.ops.attention.hopper.tile_lists import (
-    BEFORE_ENTRIES,
-    _list_tiles_kernel,
-    _pack_mask_kernel,
-    _rank_tiles_kernel,
-)
 from sage_inductor.ops.attention.tiles import Tile
 from sage_inductor.ops.attention_call import AttentionCall, broadcast_strides
 from sage_inductor.ops.compat import GluonDescriptor
@@ -256,7 +251,7 @@ def _mask(shape, strides, N_q, n_kv, keys) -> _Mask:
     blocks = triton.cdiv(n_kv, keys)
     words = triton.cdiv(blocks * keys, 512) * 16  # of a row: whole vectors
     pack = _Launch(
-        _pack_mask_kernel,
+        tile_lists._pack_mask_kernel,
         (B * H * row_tiles * blocks, 1, 1),
         (*broadcast_strides(shape, strides), H, 2 * N_q, 2 * n_kv, row_tiles, blocks, words,
          rows, keys),
@@ -285,17 +280,19 @@ def _lists(
     if of_lists:
         apart = 1 if block_q % tile.BLOCK_M == 0 else tile.warpgroups if block_q == 64 else 2
         entries = apart * (kv_width + full * full_width) * (block_kv // keys)
-    width = BEFORE_ENTRIES.value + entries
+    width = tile_lists.BEFORE_ENTRIES.value + entries
     width += room_for_tail(tile, n_kv, tail_block)
     make = _Launch(
-        _list_tiles_kernel,
+        tile_lists._list_tiles_kernel,
         (B * H * num_m, 1, 1),
         (*(mask.of_codes[:2] if mask else (0, 0)), *list_strides, kv_width, full_width,
          H, 2 * N_q, 2 * n_kv, num_m, mask.of_codes[2] if mask else 1, blocks, width,
          *band, mask is not None, block_q, block_kv, full, tail_block,
          tile.warpgroups, keys, 512),
     )  # fmt: skip
-    rank = _Launch(_rank_tiles_kernel, (B * H, triton.cdiv(num_m, 64), 1), (num_m, width, 64))
+    rank = _Launch(
+        tile_lists._rank_tiles_kernel, (B * H, triton.cdiv(num_m, 64), 1), (num_m, width, 64)
+    )
     strides = *_strides_of_heads((B, H), num_m * width), width
     return _Lists(B * H * num_m * width, strides, make, rank)
 
@@ -337,9 +334,6 @@ def _at(descriptor: GluonDescriptor, x: Tensor) -> GluonDescriptor:
 
 
 _DTYPES = {
-    torch.int8: gl.int8,
-    torch.float8_e4m3fn: gl.float8e4nv,
-    torch.float32: gl.float32,
-    torch.float16: gl.float16,
-    torch.bfloat16: gl.bfloat16,
-}
+    torch.int8: gl.int8, torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32,
+}  # fmt: skip

@@ -15,9 +15,9 @@ from sage_inductor.ops.attention.select import hopper_tile
 from sage_inductor.ops.attention_call import AttentionCall
 from sage_inductor.ops.compat import GluonDescriptor
 from sage_inductor.ops.launch import HAS_PDL, doubled, pdl_option
-from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.smooth import launch_estimate
 from sage_inductor.ops.recipe import ROWSCALED_FORWARD
+from sage_inductor.ops.reference.rowscaled import Kept, Operands
 from sage_inductor.ops.training.hopper.backward_kernels import dkdv_kernel, dq_kernel
 from sage_inductor.ops.training.hopper.prepare import launch_prepare
 from sage_inductor.ops.training.kernels import empty_codes, launch_quantize

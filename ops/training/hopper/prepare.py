@@ -51,9 +51,9 @@ from sage_inductor.ops.constants import FP8_MAX, LOG2_FP8_MAX, LOG2E, TINY
 from sage_inductor.ops.formats import E4M3_MAX, NO_QUERY, OF_HALF, rotation_scale
 from sage_inductor.ops.formats import TRAINING_BLOCK as BLOCK
 from sage_inductor.ops.launch import doubled
-from sage_inductor.ops.operands import Kept, Operands
 from sage_inductor.ops.quantize.codes import abs_bits, scale_of, to_8bit
 from sage_inductor.ops.quantize.rotate import odd_of_rotation
+from sage_inductor.ops.reference.rowscaled import Kept, Operands
 
 NUM_WARPS = 4
 BOUNDS_ROWS = 1024
@@ -393,8 +393,7 @@ def launch_prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float, run: Cal
     run(
         _rows_kernel,
         (q_blocks + kv_blocks,),
-        (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale,
-         kept.v_mean,
+        (grad, out, kept.stats, kept.q_scale, kept.v, kept.v_scale, kept.v_mean,
          operands.g, vectors, operands.delta, wa, of_rows, v_norm, part, part_v),
         (*doubled(grad.stride()), *doubled(out.stride()),
          q_blocks, B * H_q, H_q, H_kv, N_q, M_pad,  # shape
@@ -416,11 +415,9 @@ def launch_prepare(grad: Tensor, out: Tensor, kept: Kept, scale: float, run: Cal
     run(
         _turn_kernel,
         (q_programs + kv_programs,),
-        (kept.q, kept.q_scale, kept.k, kept.k_scale, own, kept.v_scale, operands.g, wa,
-         of_head, beta,
-         operands.qt, operands.ot, kt, kt_own, operands.delta, vectors,
-         operands.row_scale, v_scale, operands.v_scale_of_dq, operands.qt_scale,
-         operands.ot_scale),
+        (kept.q, kept.q_scale, kept.k, kept.k_scale, own, kept.v_scale, operands.g, wa, of_head,
+         beta, operands.qt, operands.ot, kt, kt_own, operands.delta, vectors, operands.row_scale,
+         v_scale, operands.v_scale_of_dq, operands.qt_scale, operands.ot_scale),
         (q_programs, B * H_q, B * H_kv, H_q, H_kv, M_pad, N_pad, rounds,  # shape
          scale, causal, BLOCK_D, TURNS),
         num_warps=NUM_WARPS,
