@@ -146,7 +146,7 @@ def why_not_trained(call: Call, training: str, capability: tuple[int, int] | Non
     name = "the FP8 backward" if training == FP8_BACKWARD else training
     if masked:
         return reasons.TRAINS_UNMASKED(name, mask_text(call))
-    if training == FP8_BACKWARD and causal and not statically_true(q.shape[2] == k.shape[2]):
+    if training == FP8_BACKWARD and causal and not guarded(q.shape[2] == k.shape[2]):
         return reasons.TRAINS_SQUARE(q.shape[2], k.shape[2])
     if call.lse is not None:
         return reasons.TRAINS_WITHOUT_LSE(name)
