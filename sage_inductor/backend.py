@@ -60,6 +60,7 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         # torch.compile gives this dict for every graph: a relative path stays the file that it was.
         options[PREFIX + "policy"] = path
     settings, graph_break = resolve({"mode": mode, **ours}), report.ends_in_graph_break(gm)
+    compat.keep_out_of_precompile(gm)
     # While Inductor compiles, Dynamo may make a constant of a number that the caller passes (a
     # scale, say): it abandons the graph and traces it again.
     final = not any(isinstance(value_of(node), torch.SymFloat) for node in gm.graph.nodes)
