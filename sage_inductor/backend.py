@@ -124,8 +124,10 @@ def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callab
             # A tracing context for each further variant. AOTAutograd writes into it, for example
             # which tensors a backward may overwrite, and a backward is compiled later, when it
             # first runs. In a shared context one took the last variant's tensors for its own, and
-            # wrote into the user's gradient.
+            # wrote into the user's gradient. There it also keeps what nested_compile_region names.
             own = copy.copy(compat.TracingContext.try_get())
+            if own is not None:
+                own.hop_dispatch_set_cache = type(own.hop_dispatch_set_cache)()
             with compat.tracing(own) if done else contextlib.nullcontext():
                 run = inductor()
             done.append((variant.decisions, run))
