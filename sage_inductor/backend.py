@@ -56,9 +56,8 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         names = ", ".join(sorted(unknown))
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
     ours, theirs = split(options or {})
-    if isinstance(path := ours.get("policy"), str) and path:
-        # torch.compile gives this dict for every graph: a relative path stays the file that it was.
-        options[PREFIX + "policy"] = path
+    if options:
+        _keep(options, ours.get("policy"))
     settings, graph_break = resolve({"mode": mode, **ours}), report.ends_in_graph_break(gm)
     compat.keep_out_of_precompile(gm)
     # While Inductor compiles, Dynamo may make a constant of a number that the caller passes (a
@@ -75,6 +74,20 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     if settings.strict:
         report.raise_if_refused(sites)
     return compiled
+
+
+def _keep(options: dict, policy) -> None:
+    """torch.compile gives the user's own dict for every graph, and a graph is taken for equal
+    options: from now on they are what they are now, and a relative path is that of this file."""
+    name = PREFIX + "policy"
+    if isinstance(policy, str) and policy:
+        options[name] = policy
+    given = options.get(name)
+    own = options | {name: copy.deepcopy(given)} if isinstance(given, (dict, list)) else {**options}
+    for each in compat.cached_backends.values():
+        kwargs = getattr(each, "kwargs", {})
+        if kwargs.get("options") is options:
+            kwargs["options"] = own
 
 
 class _Variant(NamedTuple):
