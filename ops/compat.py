@@ -295,3 +295,9 @@ def called_instead(module: torch.nn.Module, call: Callable | None) -> Iterator[C
         del module._compiled_call_impl
         if before is not None:
             module._compiled_call_impl = before
+
+
+def keep_out_of_precompile(gm: torch.fx.GraphModule) -> None:
+    """Graphs that torch._dynamo.config.caching_precompile keeps on disk are found again by the
+    user's source alone: with another policy, or in another stage, they would be taken too."""
+    vars(gm).pop("_backend_id", None)

@@ -13,7 +13,7 @@ from sage_inductor.ops import compat
 from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.decode_call import MAX_QUERIES
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
-from sage_inductor.ops.symbols import guarded, specialised
+from sage_inductor.ops.symbols import guarded, hint, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
 from sage_inductor.ops.visibility import FULL, Band
 from sage_inductor.patterns import reasons
@@ -126,17 +126,19 @@ def why_not_selected(call: Call, portable: bool) -> Reason | None:
         return reasons.LISTS_IN_TRAINING()
     if mask_text(call) != "none":
         return reasons.KEEP_UNMASKED(mask_text(call))
-    if not statically_true(n_q == n_kv):
-        return reasons.KEEP_SELF(n_q, n_kv)
     if call.lse is not None:
         return reasons.KEEP_WITHOUT_LSE()
-    asked = call.selection
+    heads, asked = value_of(call.q).shape[1], call.selection
+    # A bool is a guard: by automatic dynamic shapes q and k have two symbols for one length.
+    is_free = portable or None in map(hint, (n_q, n_kv, heads))
+    holds = statically_true if is_free else bool
+    if not holds(n_q == n_kv):
+        return reasons.KEEP_SELF(n_q, n_kv)
     if asked is None:
         return None
     if asked.rule != "pooled" and call.scale is not None and call.scale <= 0:
         return reasons.KEEP_SCALE(asked.rule, call.scale)
-    heads, holds = value_of(call.q).shape[1], statically_true if portable else bool
-    if asked.heads is not None and not holds(heads == asked.heads):  # bool: a guard
+    if asked.heads is not None and not holds(heads == asked.heads):
         return reasons.KEEP_HEADS(heads, asked.heads)
     if asked.layout is not None and not statically_true(n_q == asked.tokens):
         return reasons.LAYOUT(list(asked.layout), asked.tokens, n_q)
@@ -152,7 +154,7 @@ def why_not_trained(call: Call, training: str, capability: tuple[int, int] | Non
     name = "the FP8 backward" if training == FP8_BACKWARD else training
     if masked:
         return reasons.TRAINS_UNMASKED(name, mask_text(call))
-    if training == FP8_BACKWARD and causal and not statically_true(q.shape[2] == k.shape[2]):
+    if training == FP8_BACKWARD and causal and not guarded(q.shape[2] == k.shape[2]):
         return reasons.TRAINS_SQUARE(q.shape[2], k.shape[2])
     if call.lse is not None:
         return reasons.TRAINS_WITHOUT_LSE(name)

@@ -56,10 +56,10 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         names = ", ".join(sorted(unknown))
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
     ours, theirs = split(options or {})
-    if isinstance(path := ours.get("policy"), str) and path:
-        # torch.compile gives this dict for every graph: a relative path stays the file that it was.
-        options[PREFIX + "policy"] = path
+    if options:
+        _keep(options, ours.get("policy"))
     settings, graph_break = resolve({"mode": mode, **ours}), report.ends_in_graph_break(gm)
+    compat.keep_out_of_precompile(gm)
     # While Inductor compiles, Dynamo may make a constant of a number that the caller passes (a
     # scale, say): it abandons the graph and traces it again.
     final = not any(isinstance(value_of(node), torch.SymFloat) for node in gm.graph.nodes)
@@ -74,6 +74,20 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     if settings.strict:
         report.raise_if_refused(sites)
     return compiled
+
+
+def _keep(options: dict, policy) -> None:
+    """torch.compile gives the user's own dict for every graph, and a graph is taken for equal
+    options: from now on they are what they are now, and a relative path is that of this file."""
+    name = PREFIX + "policy"
+    if isinstance(policy, str) and policy:
+        options[name] = policy
+    given = options.get(name)
+    own = options | {name: copy.deepcopy(given)} if isinstance(given, (dict, list)) else {**options}
+    for each in compat.cached_backends.values():
+        kwargs = getattr(each, "kwargs", {})
+        if kwargs.get("options") is options:
+            kwargs["options"] = own
 
 
 class _Variant(NamedTuple):
@@ -123,8 +137,10 @@ def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callab
             # A tracing context for each further variant. AOTAutograd writes into it, for example
             # which tensors a backward may overwrite, and a backward is compiled later, when it
             # first runs. In a shared context one took the last variant's tensors for its own, and
-            # wrote into the user's gradient.
+            # wrote into the user's gradient. There it also keeps what nested_compile_region names.
             own = copy.copy(compat.TracingContext.try_get())
+            if own is not None:
+                own.hop_dispatch_set_cache = type(own.hop_dispatch_set_cache)()
             with compat.tracing(own) if done else contextlib.nullcontext():
                 run = inductor()
             done.append((variant.decisions, run))

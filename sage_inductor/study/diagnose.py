@@ -289,6 +289,9 @@ def _measuring(
     given. The Diagnosis is filled when the context ends."""
     named: tuple = some_of(tuple(NAMED), name, recipes)
     recipe = named[0] if len(named) == 1 else AUTO
+    if not isinstance(keep, (list, tuple)):
+        what = "keep must be a list of what a rule's keep may be, from the least on"
+        raise ValueError(f"{name}: {what}, got {keep!r}")
     selections = [kept(each, recipe, f"{name}: ") for each in keep]
     keeps = {f"keep {each.given()}": Rule(recipe, keep=each) for each in selections}
     if not (isinstance(tolerance, int | float) and 0 < tolerance < 1):

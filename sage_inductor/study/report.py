@@ -17,7 +17,6 @@ from sage_inductor.errors import SageRefused
 from sage_inductor.ops.compat import CompileContext, counters
 from sage_inductor.ops.notes import NOTES
 from sage_inductor.patterns import Site
-from sage_inductor.patterns.reasons import Cause
 from sage_inductor.policy import Ruling, stages_of, unmatched
 from sage_inductor.session import session
 from sage_inductor.stages import unnamed
@@ -26,7 +25,7 @@ from sage_inductor.study.findings import Report, number_of, of_any_layer, path_o
 
 log = logging.getLogger("sage_inductor")
 
-_warned_of: set[Cause] = set()  # that were warned of
+_warned_of: set[tuple[str, str]] = set()  # what a cause says, and its remedy
 _lock = threading.Lock()
 
 
@@ -96,7 +95,8 @@ def _warn_if_all_stay() -> None:
         return
     causes = collections.defaultdict(list)
     for site in not_requested(found):
-        causes[site.why.cause].append(site)
+        cause = site.why.cause
+        causes[cause.short or cause.text, cause.remedy].append(site)
     for cause, sites in causes.items():
         with _lock:
             if cause in _warned_of:
@@ -105,7 +105,7 @@ def _warn_if_all_stay() -> None:
         some = "" if len(sites) == len(found) else f" ({number_of(len(sites), 'call')})"
         log.warning(
             "sage_inductor: 0 of %d attention calls use sage on %s: %s%s; %s", len(found),
-            findings.device_name(sites[0]), sites[0].why.short, some, cause.remedy,
+            findings.device_name(sites[0]), sites[0].why.short, some, cause[1],
         )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from models import Attention
 from support import config_anew, cos_sim
 from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
+from torch._inductor.utils import fresh_cache
 from torch.testing import assert_close
 
 import sage_inductor
@@ -581,6 +582,21 @@ def test_warm_caches_hit_with_the_same_settings_and_miss_with_others(tmp_path):
     assert len(errors) == 2
     assert [by_option, by_file] == [["hit", *each[1:]] for each in cold]
     assert new[:2] == ["miss", "1"] and new[2] not in errors
+
+
+def test_a_graph_that_torch_knows_by_its_source_alone_is_not_taken():
+    """It would be that of an earlier process's options, and missing in the report."""
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+    patch = torch._dynamo.config.patch(caching_precompile=True)
+    with fresh_cache(), patch, torch.no_grad():
+        for _process in range(2):
+            torch._dynamo.reset()
+            torch.compile(attend, backend="sage", options={"sage.recipe": "off"})(torch.ones(3, 4))
+            torch.compiler.save_cache_artifacts()
+            assert len(sage_inductor.report()) == 1
 
 
 def test_a_recipes_tag_is_of_every_source_that_says_what_it_means(tmp_path, monkeypatch):

@@ -1107,6 +1107,9 @@ def test_mistakes_are_refused():
     for wrong in (0, -1, 1, math.nan, math.inf):
         with pytest.raises(ValueError, match="tolerance must be a fraction, as 0.05 for 5 %, got"):
             diagnose(sdpa, tolerance=wrong)
+    for wrong in (0.3, {"top_k": 0.3}, "0.3"):
+        with pytest.raises(ValueError, match="keep must be a list of what .*, got .*0.3"):
+            diagnose(sdpa, recipes="sage2-8b", keep=wrong)
 
 
 def test_the_model_and_dynamo_are_left_as_they_were():

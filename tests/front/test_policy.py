@@ -764,6 +764,20 @@ def test_graphs_of_a_model_have_one_policy_whatever_becomes_of_the_file(change, 
 # -- caches ----
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("same", ["options", "rules"])
+def test_options_that_change_are_others_also_in_the_same_dict_or_list(same):
+    """Dynamo takes a graph of equal options."""
+    x, options, rule = torch.randn(1, 2, 8, 16), {"sage.emulate": True}, {}
+    rules = [rule]
+    for recipe in ("sage1", "sage2-8b", "sage1"):
+        rule["recipe"] = recipe
+        options["sage.policy"] = rules if same == "rules" else [dict(rule)]
+        given = options if same == "options" else dict(options)
+        torch.compile(Attend(), backend="sage", options=given)(x, x)
+    assert [site.recipe for site in sage_inductor.report()] == ["sage1", "sage2-8b"]
+
+
 def test_a_changed_file_is_read_anew_after_a_reset(tmp_path, by_inductor):
     x, outs = torch.randn(1, 2, 64, 64), {}
     f = compiled(written(tmp_path, {"recipe": "sage1"}))

@@ -561,6 +561,10 @@ def test_calls_that_all_stay_are_warned_of_once_for_each_cause(warnings, monkeyp
         "sage_inductor: 0 of 4 attention calls use sage on NVIDIA L40S: dropout_p must be 0, got 0.1 (1 call); "
         "call model.eval(), or set its dropout to 0"
     ]
+    torch._dynamo.reset()
+    alike = reasons.KEEP_SELF(8, 9), reasons.KEEP_UNMASKED("causal")  # what to do is the same
+    report.record([site(reason=reason) for reason in alike])
+    assert len(warnings()) == 3 and "NVIDIA L40S: keep is not for this call; give" in warnings()[2]
 
 
 def test_what_the_user_asked_for_and_a_process_with_rewritten_calls_are_not_warned_of(warnings):

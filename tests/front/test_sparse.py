@@ -759,13 +759,20 @@ def test_a_recipe_without_a_kernel_for_lists_stays_with_the_reason():
     assert site.reason.startswith("no kernel for block lists with qk='nvfp4'; keep 0.3")
 
 
-def test_lengths_that_may_differ_are_not_taken_for_one():
-    """Two symbols, of one value today."""
-    q, k, v = tokens(256), tokens(300), tokens(300)
-    for x in (q, k, v):
-        torch._dynamo.mark_dynamic(x, 2)
-    _, _, (site,) = rewritten(sdpa, q, k, v, keep=0.3)
-    assert site.reason.startswith("blocks are selected for self-attention, got s")
+def test_lengths_that_may_differ_have_a_graph_for_those_that_are_one():
+    """Two symbols, which automatic dynamic shapes give to q and k of one length, too."""
+    counters.clear()
+    run = torch.compile(sdpa, backend="sage", options=options(KEEP), fullgraph=True)
+    with torch.no_grad(), support.op_by_op(split=True):
+        for n_q, n_kv in ((256, 300), (300, 300), (700, 700), (200, 300)):
+            q, k, v = tokens(n_q), tokens(n_kv), tokens(n_kv)
+            for x in (q, k, v):
+                torch._dynamo.mark_dynamic(x, 2)
+            expected = by_selected(q, k, v, KEEP)[0] if n_q == n_kv else sdpa(q, k, v)
+            assert support.relative_l1(run(q, k, v), expected) < 1e-5, (n_q, n_kv)
+    assert counters["stats"]["unique_graphs"] == 2
+    reason = "blocks are selected for self-attention, got s"
+    assert sage_inductor.report()[0].reason.startswith(reason)
 
 
 # -- compiled --

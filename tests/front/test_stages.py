@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from support import relative_l1
+from support import op_by_op, relative_l1
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -366,6 +366,17 @@ def test_stages_keep_the_blocks_of_their_own_rules():
         torch.testing.assert_close(found[stage], by_itself, rtol=0, atol=0)
     for one, other in itertools.combinations(found.values(), 2):
         assert relative_l1(one, other) > 1e-5
+
+
+@torch.no_grad()
+def test_a_region_that_is_compiled_once_is_in_each_stage_what_its_rules_say():
+    """AOTAutograd keeps what it traced by the region's name."""
+    region = torch.compiler.nested_compile_region(lambda x: F.scaled_dot_product_attention(x, x, x))
+    x = torch.randn(1, 2, 64, 32)
+    with op_by_op(split=True):
+        run = compiled(lambda x: region(x) + region(x), EDGE)
+        assert relative_l1(run(x), 2 * region(x)) > 1e-3
+        torch.testing.assert_close(in_stage("edge", run, x), 2 * region(x))
 
 
 def test_strict_is_about_every_stage():

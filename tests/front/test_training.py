@@ -351,6 +351,15 @@ def test_what_the_fp8_backward_does_not_train_says_why():
     assert reason.startswith(f"{trains}head_dims up to 128, one of q, k and v, got 160")
 
 
+def test_a_causal_call_of_one_length_by_two_symbols_is_trained():
+    """Automatic dynamic shapes give q and k one each."""
+    attend = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    run = torch.compile(attend, backend="sage", options=ASKED_FP8)
+    for N in (100, 140, 180):
+        run(*(torch.randn(1, 2, N, 64, requires_grad=True) for _ in range(3))).sum().backward()
+    assert [site.recipe for site in sage_inductor.report()] == ["fp8-backward"] * 2
+
+
 def test_g_on_a_gpu_needs_hopper_and_16_bits(monkeypatch):
     class OfOneCall:
         attn_mask = lse = scale = None
