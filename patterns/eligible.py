@@ -11,7 +11,6 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.decode_call import MAX_QUERIES
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
 from sage_inductor.ops.symbols import guarded, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
@@ -93,8 +92,8 @@ def why_not(call: Call) -> Reason | None:  # noqa: C901  (one condition after an
 
 
 def suits_decode(call: Call) -> bool:
-    """Whether ``sage::decode`` computes a call that sage::sdpa can stand for: a few queries, to
-    which a bool mask shows keys of a cache, in 16 bits and without gradients."""
+    """Whether ``sage::decode`` computes a call that sage::sdpa can stand for, of few queries:
+    a bool mask shows them keys of a cache, in 16 bits and without gradients."""
     q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
     if mask is None or mask.dtype != torch.bool or mask.dim() != 4 or call.band != FULL:
         return False
@@ -103,11 +102,10 @@ def suits_decode(call: Call) -> bool:
         all(x.dtype == call.out.dtype in (torch.float16, torch.bfloat16) for x in (q, k, v))
         and all(D % 16 == 0 for D in dims)
         and k.stride(3) == v.stride(3) == 1
-        and all(map(statically_true, (
-            q.shape[2] <= MAX_QUERIES, mask.shape[1] == 1, mask.shape[3] == k.shape[2],
-        )))
+        and statically_true(mask.shape[1] == 1)
+        and statically_true(mask.shape[3] == k.shape[2])
         and not (call.out.requires_grad or call.block_size or call.sink or call.lse)
-    )  # fmt: skip
+    )
 
 
 def why_not_selected(call: Call, portable: bool) -> Reason | None:

@@ -31,6 +31,7 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import tile_of
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.compile import travels
+from sage_inductor.ops.decode_call import MAX_QUERIES
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.layout import placed
 from sage_inductor.ops.sparse.selector import Selection
@@ -99,7 +100,7 @@ def decide(call: Call, settings: Settings) -> Decision:
     reason = found.reason + kept + (f" ({rule} of the policy)" if rule else "")
     found = found._replace(reason=reason)
     if found.recipe is None:
-        return found if found.decodes else _stays(call, shape, found, wanted)
+        return found if found.decodes else _stays(call, shape, settings, found, wanted)
     recipe = found.recipe
     if settings.portable and (refused := _unportable(call, shape, recipe)):
         return Decision(None, refused)
@@ -110,7 +111,9 @@ def decide(call: Call, settings: Settings) -> Decision:
     return found._replace(reason=reason, selection=selection)
 
 
-def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decision:
+def _stays(
+    call: Call, shape: CallShape, settings: Settings, found: Decision, wanted: str
+) -> Decision:
     """A call that no recipe computes: what makes it slow, and what else may compute it."""
     unrepeats, reason = _gains_unrepeated(call, shape), found.reason
     if unrepeats:
@@ -123,15 +126,21 @@ def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decisi
         last = reason.cause in (reasons.TOO_SHORT, reasons.UNREPEATED)
         reason = reasons.joined([slow, reason] if last else [reason, slow])
     untimed = shape.capability not in (None, TIMED_DECODE)
-    if wanted == AUTO and untimed and _decodes(call, shape):
+    if wanted == AUTO and untimed and _decodes(call, shape, settings):
         reason = reasons.joined([reason, reasons.DECODE_UNTIMED(shape.q[2])])
     return found._replace(reason=reason, unrepeats=unrepeats)
 
 
-def _decodes(call: Call, shape: CallShape) -> bool:
-    """Whether ``sage::decode`` computes a call."""
-    old = shape.capability is not None and shape.capability < (8, 0)
-    return not old and eligible.suits_decode(call)
+def _decodes(call: Call, shape: CallShape, settings: Settings) -> bool:
+    """Whether ``sage::decode`` computes a call. A dynamic number of queries is guarded where that
+    decides: the graph of a prompt would serve a step, too. A package checks no guard."""
+    capability, n_q = shape.capability, shape.q[2]
+    if capability is not None and capability < (8, 0) or not eligible.suits_decode(call):
+        return False
+    decides = settings.emulate or settings.force or capability == TIMED_DECODE
+    if settings.portable or not decides:
+        return statically_true(n_q <= MAX_QUERIES)
+    return _at_least(-n_q, -MAX_QUERIES, settings)
 
 
 # Where ``sage::decode`` was timed, against SDPA with the mask and heads that are not repeated
@@ -145,7 +154,7 @@ DECODED_KEYS_64 = 2**18
 
 def _decoded(call: Call, shape: CallShape, settings: Settings) -> str:
     """Why ``sage::decode`` computes a call; nothing if it does not."""
-    if not _decodes(call, shape):
+    if not _decodes(call, shape, settings):
         return ""
     if settings.emulate or settings.force:
         return f"{'emulated' if shape.capability is None else 'forced'}, exact"
@@ -154,10 +163,11 @@ def _decoded(call: Call, shape: CallShape, settings: Settings) -> str:
     if eligible.is_of_codes(call.k):
         return "exact: k and v are read as codes"
     heads, keys = shape.q[0] * shape.k[1], shape.k[2]
-    few = statically_true(heads <= DECODED_HEADS) and (
-        shape.head_dim > 64 or _at_least(-heads * keys, -DECODED_KEYS_64, settings)
+    gains = statically_true(shape.q[2] > 1) or (
+        _at_least(-heads, -DECODED_HEADS, settings)
+        and (shape.head_dim > 64 or _at_least(-heads * keys, -DECODED_KEYS_64, settings))
     )
-    gains = (few or statically_true(shape.q[2] > 1)) and _at_least(keys, DECODES_FROM, settings)
+    gains = gains and _at_least(keys, DECODES_FROM, settings)
     return f"exact, faster than SDPA from {DECODES_FROM} keys on" if gains else ""
 
 
@@ -373,9 +383,9 @@ def _predicted(
     def timed() -> list[str]:
         return [name for name in names if tables.with_times(gpu, family, name)]
 
-    fixed = all(isinstance(_by_example(n, settings), int) for n in lengths)
-    known = timed()
-    if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
+    fixed, known = [isinstance(_by_example(n, settings), int) for n in lengths], timed()
+    checked = (n for n, is_fixed in zip(lengths, fixed, strict=True) if is_fixed or not known)
+    if not all(_at_least(n, cost.SHORTEST, settings) for n in checked):
         return Decision(None, reasons.TOO_SHORT(cost.SHORTEST))
     if not known:
         what = names[0] + of, gpu
@@ -397,17 +407,16 @@ def _predicted(
         sized = shape._replace(q=(B, H_q, N_q, D), k=(B, H_kv, N_kv, D), v=(B, H_kv, N_kv, D_v))
         return predicted(sized, name, stacked[name])
 
-    if fixed:
+    if all(fixed):
         best = cost.fastest([at(name) for name in known])
         lost = None if best.wins else reasons.NO_SPEEDUP(best.recipe + of, best)
         return _ranked(best, lost or str(best))
     refused = []
     for name in known:
         first = cost.first_length(lambda N, name=name: at(name, N).wins)
-        least = (cost.SHORTEST if isinstance(n, int) else first for n in lengths)
         if first is None:
             refused.append(reasons.AT_NO_LENGTH(name + of))
-        elif not all(_at_least(n, N, settings) for n, N in zip(lengths, least, strict=True)):
+        elif not all(_at_least(n, first, settings) for n in lengths if not isinstance(n, int)):
             refused.append(reasons.FROM_LENGTH(name + of, first))
         elif None in map(hint, lengths):
             return Decision(name, f"N >= {first}")
