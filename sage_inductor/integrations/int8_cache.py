@@ -32,8 +32,8 @@ class Int8Cache(StaticCache):
     text. A new cache makes compiled code compile again.
 
     Raises ValueError for a max_cache_len below 1 and for offloading; with the first keys for a
-    head_dim that is no multiple of 16 or above 256. Tokens beyond max_cache_len raise IndexError on
-    CPU, and fail an assertion on a GPU.
+    head_dim that is no multiple of 16 or above 256; for another batch than the first one's. Tokens
+    beyond max_cache_len raise IndexError on CPU, and fail an assertion on a GPU.
     """
 
     def __init__(self, config, max_cache_len: int, offloading: bool = False):
@@ -74,6 +74,8 @@ class _Int8Layer(StaticLayer):
         """k [B, H, n, D] and v [B, H, n, D_v] -> the whole cache [B, H, N, D] and [.., D_v]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if (B := key_states.shape[0]) != self.batch_size:
+            raise ValueError(f"Int8Cache: the batch must be {self.batch_size}, the first, got {B}")
         if not self.is_anchored:
             self.anchor.copy_(key_states.mean(2, dtype=torch.float32))
             self.is_anchored = True
@@ -84,8 +86,8 @@ class _Int8Layer(StaticLayer):
         )  # fmt: skip
         self.cumulative_length.add_(key_states.shape[2])
         return (
-            read_kv(self.keys, self.key_scale, self.anchor, rotated, self.dtype),
-            read_kv(self.values, self.value_scale, None, False, self.dtype),
+            read_kv(self.keys, self.key_scale, self.anchor, rotated, key_states.dtype),
+            read_kv(self.values, self.value_scale, None, False, value_states.dtype),
         )
 
     def reset(self) -> None:

@@ -288,6 +288,20 @@ def test_more_tokens_than_there_is_room_for_are_an_error():
         filled(n=41)
 
 
+@pytest.mark.parametrize("B", [1, 2])
+def test_another_batch_is_refused_also_after_a_reset(B):
+    cache, _ = filled(B=3)
+    cache.reset()
+    with pytest.raises(ValueError, match=f"the batch must be 3, the first, got {B}"):
+        cache.update(*(torch.zeros(B, 2, 1, D).half() for D in (64, 32)), 0)
+
+
+def test_a_model_of_another_dtype_gets_numbers_of_its_own():
+    cache, _ = filled()
+    found = cache.update(*(torch.zeros(3, 2, 1, D) for D in (64, 32)), 0)
+    assert [x.dtype for x in found] == [torch.float32] * 2
+
+
 # -- which calls read codes ----
 
 
