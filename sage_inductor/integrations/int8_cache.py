@@ -47,6 +47,13 @@ class Int8Cache(StaticCache):
             for layer in self.layers
         ]
 
+    def crop(self, tokens_to_remove: int) -> None:
+        if others := {type(layer).__name__ for layer in self.layers if not layer.is_croppable}:
+            raise ValueError(
+                f"Int8Cache: crop (assisted decoding) needs full attention alone, got {others}"
+            )
+        super().crop(tokens_to_remove)
+
 
 class _Int8Layer(StaticLayer):
     is_croppable = True

@@ -268,6 +268,8 @@ def test_other_layers_and_other_caches_are_transformers_own():
     assert of_static == [type(sliding), StaticLayer] and isinstance(full, StaticLayer)
     assert STATIC_LAYER_TYPE_MAPPING["full_attention"] is StaticLayer
     assert Int8Cache(config, N).is_compileable
+    with pytest.raises(ValueError, match="alone, got {'StaticSlidingWindowLayer'}"):
+        Int8Cache(config, N).crop(-1)
 
 
 @pytest.mark.parametrize("given, message", [
