@@ -48,6 +48,7 @@ class Int8Cache(StaticCache):
         ]
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Take the last ``-tokens_to_remove`` tokens back. ValueError if a layer cannot."""
         if others := {type(layer).__name__ for layer in self.layers if not layer.is_croppable}:
             raise ValueError(
                 f"Int8Cache: crop (assisted decoding) needs full attention alone, got {others}"
