@@ -441,9 +441,12 @@ def full_cache(kind: str, config, B: int, N: int, device):
         heads, dtype = config.num_key_value_heads, torch.bfloat16
         cache.early_initialization(B, heads, config.head_dim, dtype, device)
     for layer in cache.layers:
-        for x in (layer.keys, layer.values):
-            x.random_(-127, 128) if x.dtype == torch.int8 else x.normal_()
-        if kind == "Int8Cache":
+        if kind != "Int8Cache":
+            layer.keys.normal_()
+            layer.values.normal_()
+        else:
+            layer.key_codes.random_(-127, 128)
+            layer.value_codes.random_(-127, 128)
             layer.key_scale.uniform_(1 / 64, 1 / 32)
             layer.value_scale.uniform_(1 / 64, 1 / 32)
             layer.anchor.normal_()
@@ -466,7 +469,7 @@ def time_append(cache, N: int, args) -> float:
 
     def append() -> Tensor:
         for x in cache.layers:
-            codes = x.keys, x.key_scale, x.values, x.value_scale
+            codes = x.key_codes, x.key_scale, x.value_codes, x.value_scale
             append_kv(*codes, k, v, x.anchor, x.cumulative_length, True)
         return k
 

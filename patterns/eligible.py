@@ -11,7 +11,6 @@ from torch.fx import Node
 
 from sage_inductor.ops import compat
 from sage_inductor.ops.attention import tiles
-from sage_inductor.ops.decode_call import MAX_QUERIES
 from sage_inductor.ops.formats import HEAD_DIMS, TRAINED_HEAD_DIM
 from sage_inductor.ops.symbols import guarded, hint, specialised
 from sage_inductor.ops.training.gradients import FP8_BACKWARD
@@ -93,9 +92,9 @@ def why_not(call: Call) -> Reason | None:  # noqa: C901  (one condition after an
 
 
 def suits_decode(call: Call) -> bool:
-    """Whether ``sage::decode`` computes a call that sage::sdpa can stand for, in 16 bits and
-    without gradients: a few queries, to which a bool mask shows keys of a cache, or that stand at
-    the end of one of codes."""
+    """Whether ``sage::decode`` computes a call that sage::sdpa can stand for, of few queries, in 16
+    bits and without gradients: a bool mask shows them keys of a cache, or they stand at the end of
+    one of codes."""
     q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
     if mask is None:
         is_one = call.band == FULL and statically_true(q.shape[2] == 1)
@@ -104,14 +103,11 @@ def suits_decode(call: Call) -> bool:
             return False
     elif mask.dtype != torch.bool or mask.dim() != 4 or call.band != FULL:
         return False
-    elif not statically_true(mask.shape[1] == 1) or not statically_true(
-        mask.shape[3] == k.shape[2]
-    ):
+    elif not all(map(statically_true, (mask.shape[1] == 1, mask.shape[3] == k.shape[2]))):
         return False
     dims = specialised(q.shape[3]), specialised(v.shape[3])
     return (
-        statically_true(q.shape[2] <= MAX_QUERIES)
-        and all(x.dtype == call.out.dtype in (torch.float16, torch.bfloat16) for x in (q, k, v))
+        all(x.dtype == call.out.dtype in (torch.float16, torch.bfloat16) for x in (q, k, v))
         and all(D % 16 == 0 for D in dims)
         and k.stride(3) == v.stride(3) == 1
         and not (call.out.requires_grad or call.block_size or call.sink or call.lse)

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from sage_inductor.ops import compat
-from sage_inductor.ops.symbols import guarded
+from sage_inductor.ops.symbols import guarded, specialised
 from sage_inductor.ops.visibility import Band
 from sage_inductor.patterns import fastvideo, graph, reasons, sla
 from sage_inductor.patterns.call import Call, other_dtype
@@ -105,6 +105,9 @@ def _unpack(call: Call, op: Node, given: dict, cu: list) -> None:
         given.get("window_size_left", -1), given.get("window_size_right", -1)
     )  # fmt: skip
     causal = given.get("is_causal", given.get("causal", False))
+    left, right, causal = (  # of numbers that change from call to call a node
+        x if x is None else specialised(value_of(x)) for x in (left, right, causal)
+    )
     left, right = (None if x is None or x < 0 else x for x in (left, right))
     call.band = Band(left, 0 if causal else right)
     call.scale = as_float(given.get("scale", given.get("softmax_scale")))

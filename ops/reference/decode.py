@@ -60,7 +60,7 @@ def decode(
         seen = key[:, None] <= place[..., None]
     else:
         seen = a.mask.expand(B, N_q, N)[:, i].gather(
-            2, (key * inside)[:, None].expand(-1, len(i), -1)
+            2, (key * inside)[:, None].expand(-1, q.shape[2], -1)
         )
     seen = inside[:, None] & seen
     if a.left is not None:

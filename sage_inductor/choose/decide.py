@@ -32,6 +32,7 @@ from sage_inductor.ops.attention import tiles
 from sage_inductor.ops.attention.select import tile_of
 from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.ops.compile import travels
+from sage_inductor.ops.decode_call import MAX_QUERIES
 from sage_inductor.ops.formats import Q_BLOCK, pad_head_dim
 from sage_inductor.ops.layout import placed
 from sage_inductor.ops.sparse.selector import Selection
@@ -100,7 +101,7 @@ def decide(call: Call, settings: Settings) -> Decision:
     reason = found.reason + kept + (f" ({rule} of the policy)" if rule else "")
     found = found._replace(reason=reason)
     if found.recipe is None:
-        return found if found.decodes else _stays(call, shape, found, wanted)
+        return found if found.decodes else _stays(call, shape, settings, found, wanted)
     recipe = found.recipe
     if settings.portable and (refused := _unportable(call, shape, recipe)):
         return Decision(None, refused)
@@ -111,7 +112,9 @@ def decide(call: Call, settings: Settings) -> Decision:
     return found._replace(reason=reason, selection=selection)
 
 
-def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decision:
+def _stays(
+    call: Call, shape: CallShape, settings: Settings, found: Decision, wanted: str
+) -> Decision:
     """A call that no recipe computes: what makes it slow, and what else may compute it."""
     unrepeats, reason = _gains_unrepeated(call, shape), found.reason
     if unrepeats:
@@ -124,17 +127,24 @@ def _stays(call: Call, shape: CallShape, found: Decision, wanted: str) -> Decisi
         last = reason.cause in (reasons.TOO_SHORT, reasons.UNREPEATED)
         reason = reasons.joined([slow, reason] if last else [reason, slow])
     untimed = shape.capability not in (None, TIMED_DECODE)
-    if wanted == AUTO and untimed and _decodes(call, shape):
+    if wanted == AUTO and untimed and _decodes(call, shape, settings):
         reason = reasons.joined([reason, reasons.DECODE_UNTIMED(shape.q[2])])
     return found._replace(reason=reason, unrepeats=unrepeats)
 
 
-def _decodes(call: Call, shape: CallShape) -> bool:
-    """Whether ``sage::decode`` computes a call."""
+def _decodes(call: Call, shape: CallShape, settings: Settings) -> bool:
+    """Whether ``sage::decode`` computes a call. A dynamic number of queries is guarded where that
+    decides: the graph of a prompt would serve a step, too. A package checks no guard."""
+    capability, n_q = shape.capability, shape.q[2]
     if not eligible.suits_decode(call):
         return False
     oldest = (8, 9) if _is_fp8(call.k) or _is_fp8(call.v) else (8, 0)
-    return shape.capability is None or shape.capability >= oldest
+    if capability is not None and capability < oldest:
+        return False
+    decides = settings.emulate or settings.force or capability == TIMED_DECODE
+    if settings.portable or not decides:
+        return statically_true(n_q <= MAX_QUERIES)
+    return _at_least(-n_q, -MAX_QUERIES, settings)
 
 
 def _is_fp8(x: Any) -> bool:
@@ -157,7 +167,7 @@ DECODED_CODES = 2**24
 
 def _decoded(call: Call, shape: CallShape, settings: Settings) -> str:
     """Why ``sage::decode`` computes a call; nothing if it does not."""
-    if not _decodes(call, shape):
+    if not _decodes(call, shape, settings):
         return ""
     if settings.emulate or settings.force:
         return f"{'emulated' if shape.capability is None else 'forced'}, exact"
@@ -170,10 +180,11 @@ def _decoded(call: Call, shape: CallShape, settings: Settings) -> str:
             and _at_least(heads * keys * shape.head_dim, DECODED_CODES, settings)
         )
         return "exact: k and v are read as codes" if gains else ""
-    few = statically_true(heads <= DECODED_HEADS) and (
-        shape.head_dim > 64 or _at_least(-heads * keys, -DECODED_KEYS_64, settings)
+    gains = statically_true(shape.q[2] > 1) or (
+        _at_least(-heads, -DECODED_HEADS, settings)
+        and (shape.head_dim > 64 or _at_least(-heads * keys, -DECODED_KEYS_64, settings))
     )
-    gains = (few or statically_true(shape.q[2] > 1)) and _at_least(keys, DECODES_FROM, settings)
+    gains = gains and _at_least(keys, DECODES_FROM, settings)
     return f"exact, faster than SDPA from {DECODES_FROM} keys on" if gains else ""
 
 
@@ -389,9 +400,9 @@ def _predicted(
     def timed() -> list[str]:
         return [name for name in names if tables.with_times(gpu, family, name)]
 
-    fixed = all(isinstance(_by_example(n, settings), int) for n in lengths)
-    known = timed()
-    if (fixed or not known) and not all(_at_least(n, cost.SHORTEST, settings) for n in lengths):
+    fixed, known = [isinstance(_by_example(n, settings), int) for n in lengths], timed()
+    checked = (n for n, is_fixed in zip(lengths, fixed, strict=True) if is_fixed or not known)
+    if not all(_at_least(n, cost.SHORTEST, settings) for n in checked):
         return Decision(None, reasons.TOO_SHORT(cost.SHORTEST))
     if not known:
         what = names[0] + of, gpu
@@ -413,17 +424,16 @@ def _predicted(
         sized = shape._replace(q=(B, H_q, N_q, D), k=(B, H_kv, N_kv, D), v=(B, H_kv, N_kv, D_v))
         return predicted(sized, name, stacked[name])
 
-    if fixed:
+    if all(fixed):
         best = cost.fastest([at(name) for name in known])
         lost = None if best.wins else reasons.NO_SPEEDUP(best.recipe + of, best)
         return _ranked(best, lost or str(best))
     refused = []
     for name in known:
         first = cost.first_length(lambda N, name=name: at(name, N).wins)
-        least = (cost.SHORTEST if isinstance(n, int) else first for n in lengths)
         if first is None:
             refused.append(reasons.AT_NO_LENGTH(name + of))
-        elif not all(_at_least(n, N, settings) for n, N in zip(lengths, least, strict=True)):
+        elif not all(_at_least(n, first, settings) for n in lengths if not isinstance(n, int)):
             refused.append(reasons.FROM_LENGTH(name + of, first))
         elif None in map(hint, lengths):
             return Decision(name, f"N >= {first}")

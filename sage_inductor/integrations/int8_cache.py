@@ -10,7 +10,7 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from sage_inductor.ops.formats import HEAD_DIMS
 from sage_inductor.ops.quantize.cache import append_kv, read_kv
 
-OF_SEQUENCES = "keys", "key_scale", "values", "value_scale", "anchor"
+OF_SEQUENCES = "key_codes", "key_scale", "value_codes", "value_scale", "anchor"
 
 
 class Int8Cache(StaticCache):
@@ -32,8 +32,8 @@ class Int8Cache(StaticCache):
     text. A new cache makes compiled code compile again.
 
     Raises ValueError for a max_cache_len below 1 and for offloading; with the first keys for a
-    head_dim that is no multiple of 16 or above 256. Tokens beyond max_cache_len raise IndexError on
-    CPU, and fail an assertion on a GPU.
+    head_dim that is no multiple of 16 or above 256; for another batch than the first one's. Tokens
+    beyond max_cache_len raise IndexError on CPU, and fail an assertion on a GPU.
     """
 
     def __init__(self, config, max_cache_len: int, offloading: bool = False):
@@ -47,6 +47,14 @@ class Int8Cache(StaticCache):
             for layer in self.layers
         ]
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last ``-tokens_to_remove`` tokens back. ValueError if a layer cannot."""
+        if others := {type(layer).__name__ for layer in self.layers if not layer.is_croppable}:
+            raise ValueError(
+                f"Int8Cache: crop (assisted decoding) needs full attention alone, got {others}"
+            )
+        super().crop(tokens_to_remove)
+
 
 class _Int8Layer(StaticLayer):
     is_croppable = True
@@ -56,7 +64,7 @@ class _Int8Layer(StaticLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         (B, H, _, D), D_v, N = key_states.shape, value_states.shape[3], self.max_cache_len
         self.batch_size, self.num_heads, self.k_head_dim, self.v_head_dim = B, H, D, D_v
-        self.keys, self.values = (
+        self.key_codes, self.value_codes = (
             torch.zeros(B, H, N, width, dtype=torch.int8, device=self.device) for width in (D, D_v)
         )
         self.key_scale, self.value_scale = (
@@ -74,22 +82,32 @@ class _Int8Layer(StaticLayer):
         """k [B, H, n, D] and v [B, H, n, D_v] -> the whole cache [B, H, N, D] and [.., D_v]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if (B := key_states.shape[0]) != self.batch_size:
+            raise ValueError(f"Int8Cache: the batch must be {self.batch_size}, the first, got {B}")
         if not self.is_anchored:
             self.anchor.copy_(key_states.mean(2, dtype=torch.float32))
             self.is_anchored = True
-        rotated = self.k_head_dim in HEAD_DIMS
         append_kv(
-            self.keys, self.key_scale, self.values, self.value_scale, key_states, value_states,
-            self.anchor, self.cumulative_length, rotated,
+            self.key_codes, self.key_scale, self.value_codes, self.value_scale, key_states,
+            value_states, self.anchor, self.cumulative_length, self.k_head_dim in HEAD_DIMS,
         )  # fmt: skip
         self.cumulative_length.add_(key_states.shape[2])
-        return (
-            read_kv(self.keys, self.key_scale, self.anchor, rotated, self.dtype),
-            read_kv(self.values, self.value_scale, None, False, self.dtype),
-        )
+        self.dtype = key_states.dtype
+        return self.keys, self.values
+
+    # Numbers, which models themselves read where an earlier step wrote them: in cross-attention.
+    keys = property(lambda self: self._read("key"), lambda self, x: None)
+    values = property(lambda self: self._read("value"), lambda self, x: None)
+
+    def _read(self, name: str) -> Tensor | None:
+        if not self.is_initialized:
+            return None
+        codes, scale = getattr(self, f"{name}_codes"), getattr(self, f"{name}_scale")
+        of_k = (self.anchor, self.k_head_dim in HEAD_DIMS) if name == "key" else (None, False)
+        return read_kv(codes, scale, *of_k, self.dtype)
 
     def reset(self) -> None:
-        super().reset()
+        self.cumulative_length.zero_()
         if self.is_initialized:  # what is not written must be finite: a mask does not hide NaN
             self.key_scale.zero_()
             self.value_scale.zero_()

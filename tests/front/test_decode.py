@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_inductor
 from sage_inductor.choose.decide import rewrite
+from sage_inductor.ops.call_shape import CallShape
 from sage_inductor.options import Settings
 from sage_inductor.patterns.sdpa import TARGETS
 
@@ -110,6 +111,36 @@ def test_on_a_gpu_it_is_forced_where_nobody_timed_it(force):
     else:
         assert site.recipe is None and not ops
         assert site.reason.endswith("; sage::decode for N_q=4 was never timed")
+
+
+@pytest.mark.parametrize("sizes, becomes", [
+    ([(1, 1), (2, 1), (3, 1), (64, 1), (65, 1)], ["decode", "decode", None]),  # of H_kv = 2
+    ([(2, 20), (2, 30), (2, 3), (2, 2), (2, 16), (2, 17)], [None, None, "decode"]),
+])  # fmt: skip
+def test_sizes_that_are_dynamic_decode_as_numbers_do(sizes, becomes, monkeypatch):
+    """A second batch, and as many queries as speculative decoding happens to check."""
+    monkeypatch.setattr(CallShape, "capability", (9, 0))
+    run = torch.compile(masked, backend="sage", fullgraph=True, options={"sage.calibrate": False})
+    for batch, N_q in sizes:
+        q, k = (torch.randn(batch, *x, D).half() for x in ((6, N_q), (2, 2 * N)))
+        mask = seen(1, 1, N_q, 2 * N)
+        out, exact = run(q, k, k, mask), masked(q.double(), k.double(), k.double(), mask)
+        torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=4e-3)
+    assert [site.recipe for site in sage_inductor.report()] == becomes
+
+
+def test_a_package_of_any_number_of_queries_holds_no_decode():
+    q, k, mask = torch.randn(2, 6, 3, D).half(), torch.randn(2, 2, N, D).half(), seen(2, 1, 3, N)
+
+    class Masked(torch.nn.Module):
+        forward = staticmethod(masked)
+
+    for most, recipe in ((16, "decode"), (17, "sage2-8b")):
+        N_q = torch.export.Dim("N_q", min=2, max=most)
+        shapes = {2: N_q}, None, None, {2: N_q}
+        program = torch.export.export(Masked(), (q, k, k, mask), dynamic_shapes=shapes)
+        (site,) = rewrite(program.module(), Settings(emulate=True, portable=True))
+        assert site.recipe == recipe
 
 
 # -- models ----

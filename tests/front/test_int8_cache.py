@@ -190,7 +190,7 @@ def read(cache, n: int = 10) -> list:
     """What the first tokens are: a step more is written and taken back."""
     layer = cache.layers[0]
     dims = layer.k_head_dim, layer.v_head_dim
-    found = layer.update(*(torch.zeros(len(layer.keys), 2, 1, D).half() for D in dims))
+    found = layer.update(*(torch.zeros(layer.batch_size, 2, 1, D).half() for D in dims))
     layer.crop(-1)
     return [x[:, :, :n] for x in found]
 
@@ -200,10 +200,17 @@ def check_same(found, expected) -> None:
         assert torch.equal(x, y)
 
 
+def test_keys_and_values_of_a_layer_are_numbers():
+    """As models read them for cross-attention, without an update."""
+    cache, before = filled()
+    check_same([x[:, :, :10] for x in (cache.layers[0].keys, cache.layers[0].values)], before)
+    assert cache.layers[1].keys is None is cache.layers[1].values
+
+
 def test_a_token_takes_2_d_and_8_bytes_a_head():
     cache, _ = filled(D=64, D_v=64)
     layer = cache.layers[0]
-    of_tokens = layer.keys, layer.key_scale, layer.values, layer.value_scale
+    of_tokens = layer.key_codes, layer.key_scale, layer.value_codes, layer.value_scale
     assert sum(x.nbytes for x in of_tokens) == 3 * N * 2 * (2 * 64 + 8)
     assert {torch.int8, torch.float32} == {x.dtype for x in of_tokens}
 
@@ -261,6 +268,8 @@ def test_other_layers_and_other_caches_are_transformers_own():
     assert of_static == [type(sliding), StaticLayer] and isinstance(full, StaticLayer)
     assert STATIC_LAYER_TYPE_MAPPING["full_attention"] is StaticLayer
     assert Int8Cache(config, N).is_compileable
+    with pytest.raises(ValueError, match="alone, got {'StaticSlidingWindowLayer'}"):
+        Int8Cache(config, N).crop(-1)
 
 
 @pytest.mark.parametrize("given, message", [
@@ -286,6 +295,20 @@ def test_more_tokens_than_there_is_room_for_are_an_error():
         cache.update(x, x[..., :32], 0)
     with pytest.raises(ValueError, match="k must have 1 to 40 rows, as the cache has, got 41"):
         filled(n=41)
+
+
+@pytest.mark.parametrize("B", [1, 2])
+def test_another_batch_is_refused_also_after_a_reset(B):
+    cache, _ = filled(B=3)
+    cache.reset()
+    with pytest.raises(ValueError, match=f"the batch must be 3, the first, got {B}"):
+        cache.update(*(torch.zeros(B, 2, 1, D).half() for D in (64, 32)), 0)
+
+
+def test_a_model_of_another_dtype_gets_numbers_of_its_own():
+    cache, _ = filled()
+    found = cache.update(*(torch.zeros(3, 2, 1, D) for D in (64, 32)), 0)
+    assert [x.dtype for x in found] == [torch.float32] * 2
 
 
 # -- which calls read codes ----
@@ -453,7 +476,8 @@ def test_the_error_of_attention_is_small(name):
     numbers = cache.update(k[:, :, FROZEN:], v[:, :, FROZEN:], 0)
     exact = F.scaled_dot_product_attention(*(x.double() for x in (q, k, v)))
     layer, border = cache.layers[0], torch.tensor([0, LONG])[:, None]
-    of_cache = layer.keys, layer.values, *border, D**-0.5, layer.key_scale, layer.value_scale
+    codes = layer.key_codes, layer.value_codes
+    of_cache = *codes, *border, D**-0.5, layer.key_scale, layer.value_scale
     of_codes, _ = decode(q, *of_cache, torch.ones(1, 1, LONG).bool(), None, None, True, False)
     of_numbers = F.scaled_dot_product_attention(*(x.double() for x in (q, *numbers)))
     errors = [support.relative_l1(x, exact) for x in (of_codes, of_numbers)]

@@ -330,7 +330,7 @@ def test_opcheck_with_symbols():
 
 
 def test_one_graph_serves_every_length():
-    """Of the cache, and of what it holds."""
+    """Of the cache, of what it holds, and of the queries."""
     graphs = []
 
     def backend(gm, inputs):
@@ -338,11 +338,13 @@ def test_one_graph_serves_every_length():
         return aot_eager(gm, inputs)
 
     compiled = torch.compile(torch.ops.sage.decode.default, backend=backend, fullgraph=True)
-    for N in (150, 70, 1000):
+    for N, N_q in ((150, 3), (70, 16)):
         for end in (N, 3, 0):
-            a = call_of(N=N, codes=INT8, end=torch.tensor([end]))
-            for x in (a.k, a.v, a.k_scale, a.v_scale):
+            shown = torch.rand(1, N_q, N) < 0.7
+            a = call_of(N=N, N_q=N_q, codes=INT8, end=torch.tensor([end]), mask=shown)
+            for x in (a.q, a.k, a.v, a.k_scale, a.v_scale, a.mask):
                 torch._dynamo.mark_dynamic(x, 2)
+            torch._dynamo.mark_dynamic(a.mask, 1)
             for found, expected in zip(compiled(*a), decode(*a)):
                 assert_close(found, expected)
     assert len(graphs) == 1

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from support import run_seen
+from support import op_by_op, run_seen
 from torch.nn.attention.varlen import varlen_attn
 
 import sage_inductor
@@ -112,6 +112,23 @@ def test_documents_are_attended_one_by_one(function, band, scale, of_k):
             exact, _ = attention_exact(*given, scale, None, *band, bottom_right=True)
             error = (out[a:b] - exact[0].transpose(0, 1)).abs().mean() / exact.abs().mean()
             assert error < 0.06
+
+
+@torch.no_grad()
+def test_a_window_that_changes_from_call_to_call_is_that_of_numbers():
+    """A dynamic int, of which torch's op is also told whether it is causal."""
+
+    def attend(q, *window):
+        return varlen_attn(q, q, q, CU, CU, 17, 17, window_size=window)
+
+    q, windows = torch.randn(T, H, D).bfloat16(), [(4, 0), (2, 2), (3, 0), (-1, -1)]
+    expected = [run_rewritten(attend, q, *each)[0] for each in windows]
+    torch._dynamo.reset()
+    with op_by_op():
+        run = torch.compile(attend, backend="sage", dynamic=True, options={"sage.emulate": True})
+        for each, exactly in zip(windows, expected):
+            assert torch.equal(run(q, *each), exactly)
+    assert {site.recipe for site in sage_inductor.report()} == {"sage2-8b-rotated"}
 
 
 def test_calls_share_the_places_of_the_same_documents():
