@@ -95,9 +95,13 @@ class _Int8Layer(StaticLayer):
         self.dtype = key_states.dtype
         return self.keys, self.values
 
+    def _refuse(self, x: Tensor | None) -> None:
+        if x is not None:  # as transformers' classes begin
+            raise AttributeError("Int8Cache: update writes a layer's keys and values, nothing else")
+
     # Numbers, which models themselves read where an earlier step wrote them: in cross-attention.
-    keys = property(lambda self: self._read("key"), lambda self, x: None)
-    values = property(lambda self: self._read("value"), lambda self, x: None)
+    keys = property(lambda self: self._read("key"), _refuse)
+    values = property(lambda self: self._read("value"), _refuse)
 
     def _read(self, name: str) -> Tensor | None:
         if not self.is_initialized:

@@ -205,6 +205,8 @@ def test_keys_and_values_of_a_layer_are_numbers():
     cache, before = filled()
     check_same([x[:, :, :10] for x in (cache.layers[0].keys, cache.layers[0].values)], before)
     assert cache.layers[1].keys is None is cache.layers[1].values
+    with pytest.raises(AttributeError, match="update writes a layer's keys and values"):
+        cache.layers[0].keys = before[0]
 
 
 def test_a_token_takes_2_d_and_8_bytes_a_head():
