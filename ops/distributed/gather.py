@@ -249,7 +249,7 @@ def _gather_prepared(k: Tensor, v: Tensor, shards: Shards, group, recipe: str) -
         ((B, H, M * K_BLOCK, width), torch.uint8), ((B, H, M, 1), torch.float32),
         ((B, H, D_v, M * K_BLOCK), torch.uint8),
     ]  # fmt: skip
-    mine = torch.empty(sum(_sizes(specs)), dtype=torch.uint8, device=k.device)
+    mine = _message(specs, k.device)
     _quantize(parts, k_mean, v_mean, v_amax, r, *_views(mine, specs))
     k_parts, scale_parts, v_parts = _views(all_gather(mine, group), specs)
     N_pad, K_pad, V_pad = pad_rows(shards.N), pad_head_dim(D), pad_head_dim(D_v)
@@ -282,7 +282,7 @@ def _statistics(k: Tensor, v: Tensor, shards: Shards, group) -> tuple:
     own.append(torch.stack(torch.aminmax(v, dim=2)))
     shapes = [(B, H, n, d) for n in (most_sampled, most_leading) for d in (D, D_v)]
     specs = [(shape, k.dtype) for shape in (*shapes, (2, B, H, D_v))]
-    mine = torch.empty(sum(_sizes(specs)), dtype=torch.uint8, device=k.device)
+    mine = _message(specs, k.device)
     for to, x in zip(_views(mine, specs), own, strict=True):
         to[tuple(map(slice, x.shape))] = x
     *sampled, k_leading, v_leading, extremes = _views(all_gather(mine, group), specs)
@@ -331,6 +331,10 @@ def _quantize(
 def _sizes(specs: Sequence[tuple]) -> list[int]:
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
     return [n + -n % ALIGN for n in sizes]
+
+
+def _message(specs: Sequence[tuple], device: torch.device) -> Tensor:
+    return torch.empty(sum(_sizes(specs)), dtype=torch.uint8, device=device)
 
 
 def _views(messages: Tensor, specs: Sequence[tuple]) -> list[Tensor]:
