@@ -53,7 +53,7 @@ from bench.video import Subject
 from sage_inductor.ops.recipe import NAMED
 from sage_inductor.ops.sparse.selector import BLOCK_SIZE, PARTS, Selection
 
-EYES = Size(0, 0, 0, 4096, 32, 400, 0, 15)
+EYES = Size(0, 0, 0, 4096, 32, 400, 0)
 SIZES = {
     "cpu": Size(3, 2, 64, 1024, 4, 1200, 8, rate=2e-3),
     "cuda": Size(3, 2, 128, 4096, 16, 1600, 64),

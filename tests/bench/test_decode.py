@@ -1,12 +1,14 @@
 """bench/decode.py, without a GPU."""
 
+import argparse
+
 import pytest
 import torch
 import transformers
 
 import sage_inductor
-from bench import capture, decode, trained
-from bench.decoding import by_hand
+from bench import capture, decode, harness, trained
+from bench.decoding import by_hand, run_parts
 from bench.measure import relative_l1
 from sage_inductor.choose import tables
 from sage_inductor.ops import gpus
@@ -121,6 +123,38 @@ def test_a_step_over_transformers_fp8_cache_begins_as_long_and_is_compiled_once(
             found += [step(), step()]
             assert {x._quantized_keys[0].shape[2] for x in cache.layers} == {25}
     assert len(graphs) == 1 and all(x.equal(found[0]) for x in found) and found[0].std() > 0
+
+
+def test_a_layer_of_an_fp8_cache_is_attention_to_its_codes():
+    torch.manual_seed(0)
+    inputs = decode.draw(decode.Shape(2, 2, 3, 65, 64), torch.device("cpu"))
+    q, k, k_scale, v, v_scale = given = decode.in_fp8(*inputs)
+    assert k.shape[2] == v.shape[2] == 64 and k.dtype == v.dtype == torch.float8_e4m3fn
+    out, *codes = decode.by_codes(*given)
+    assert [x.float().equal(y.float()[:, :, [*range(64), 0]]) for x, y in zip(codes, (k, v))] == [
+        True
+    ] * 2
+    numbers = (x.double() * y for x, y in zip((x.float() for x in codes), (k_scale, v_scale)))
+    assert relative_l1(out.double(), by_hand(q, *numbers)) < 0.01
+    row = {
+        "part": "fp8", "shape": decode.FP8_CALLS[0]._asdict(), "reason": "exact: k and v are read as codes",
+        "times": {"inductor": {"ms": 0.03}, "sage": {"ms": 0.02}}, "speed": {"x": 1.5, "x_min": 1.4, "x_max": 1.6},
+    }  # fmt: skip
+    line = decode.table([row, row | {"reason": "no"}]).splitlines()
+    assert line[2] == "| 1 | 8 | 4 | 256 | 128 | 30.0 | 20.0, 1.50x (1.40 to 1.60) | yes |"
+    assert line[3].endswith("| no |")
+
+
+@pytest.mark.parametrize("parts, name", [(["a", "b"], "decode"), (["b"], "decode-b")])
+def test_a_result_of_some_parts_does_not_hide_that_of_all(parts, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "gpu", lambda args: args.device)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    of_device = {"device": torch.device("cpu"), "json": "", "rounds": 1, "target_ms": 1.0}
+    made = dict.fromkeys(["a", "b"], lambda *_: [{"shape": {}}])
+    given = argparse.Namespace(parts=parts, **of_device)
+    assert run_parts("decode", given, made, lambda rows: str(len(rows))) == 0
+    (path,) = tmp_path.glob("*/*.json")
+    assert path.stem.endswith(f"-{name}")
 
 
 def test_the_table_of_decoders_has_results_of_before_too():
