@@ -43,7 +43,8 @@ BLOCK_SIZES = (64, 128, 192, 256)
 
 
 class Band(NamedTuple):
-    """Query i sees keys i - left .. i + right; bottom_right: i + N_kv - N_q in the place of i."""
+    """Query i sees keys i - left .. i + right; None: no bound. bottom_right: i + N_kv - N_q in the
+    place of i."""
 
     left: int | None = None
     right: int | None = None
