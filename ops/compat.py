@@ -301,3 +301,9 @@ def keep_out_of_precompile(gm: torch.fx.GraphModule) -> None:
     """Graphs that torch._dynamo.config.caching_precompile keeps on disk are found again by the
     user's source alone: with another policy, or in another stage, they would be taken too."""
     vars(gm).pop("_backend_id", None)
+
+
+def forget_regions(context) -> None:
+    """What AOTAutograd keeps by the names of nested_compile_region is not that of the context that
+    this one is a copy of."""
+    context.hop_dispatch_set_cache = type(context.hop_dispatch_set_cache)()

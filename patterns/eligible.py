@@ -92,9 +92,9 @@ def why_not(call: Call) -> Reason | None:  # noqa: C901  (one condition after an
 
 
 def suits_decode(call: Call) -> bool:
-    """Whether ``sage::decode`` computes a call that sage::sdpa can stand for, of few queries, in 16
-    bits and without gradients: a bool mask shows them keys of a cache, or they stand at the end of
-    one of codes."""
+    """Whether ``sage::decode`` computes a call that sage::sdpa can stand for, in 16 bits and
+    without gradients, if its queries are few. A bool mask shows them keys of a cache; or the cache
+    has codes and no mask, and they stand at its end."""
     q, k, v, mask = (value_of(x) for x in (call.q, call.k, call.v, call.attn_mask))
     if mask is None:
         is_one = call.band == FULL and statically_true(q.shape[2] == 1)

@@ -105,7 +105,7 @@ def _unpack(call: Call, op: Node, given: dict, cu: list) -> None:
         given.get("window_size_left", -1), given.get("window_size_right", -1)
     )  # fmt: skip
     causal = given.get("is_causal", given.get("causal", False))
-    left, right, causal = (  # of numbers that change from call to call a node
+    left, right, causal = (  # a number that changes from call to call is a node
         x if x is None else specialised(value_of(x)) for x in (left, right, causal)
     )
     left, right = (None if x is None or x < 0 else x for x in (left, right))

@@ -57,7 +57,7 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
         raise SageOptionError(f'sage_backend takes mode and options, got {names}: see "sage.*"')
     ours, theirs = split(options or {})
     if options:
-        _keep(options, ours.get("policy"))
+        _snapshot(options, ours.get("policy"))
     settings, graph_break = resolve({"mode": mode, **ours}), report.ends_in_graph_break(gm)
     compat.keep_out_of_precompile(gm)
     # While Inductor compiles, Dynamo may make a constant of a number that the caller passes (a
@@ -76,9 +76,10 @@ def sage_backend(gm: torch.fx.GraphModule, example_inputs, *, mode=None, options
     return compiled
 
 
-def _keep(options: dict, policy) -> None:
-    """torch.compile gives the user's own dict for every graph, and a graph is taken for equal
-    options: from now on they are what they are now, and a relative path is that of this file."""
+def _snapshot(options: dict, policy) -> None:
+    """torch.compile holds the user's own dict, and takes a graph again where options are equal. So
+    it gets a copy, which stays as it is when the user changes the dict. A relative path in it stays
+    the file that it was."""
     name = PREFIX + "policy"
     if isinstance(policy, str) and policy:
         options[name] = policy
@@ -140,7 +141,7 @@ def _compile(variants: dict[str | None, _Variant], inductor: Callable) -> Callab
             # wrote into the user's gradient. There it also keeps what nested_compile_region names.
             own = copy.copy(compat.TracingContext.try_get())
             if own is not None:
-                own.hop_dispatch_set_cache = type(own.hop_dispatch_set_cache)()
+                compat.forget_regions(own)
             with compat.tracing(own) if done else contextlib.nullcontext():
                 run = inductor()
             done.append((variant.decisions, run))
